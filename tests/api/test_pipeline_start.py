@@ -39,7 +39,7 @@ def assert_closed(pipe: Pipeline) -> None:
     if pipe._processes is not None:
         phases = {member.phase for member in pipe._processes.core.members.values()}
         assert phases <= {LifePhase.CLOSED}, phases
-        assert not pipe._processes._launchers
+        assert not pipe._processes.forks.launchers
         assert not Path(pipe._processes._folder.path).exists()
 
 

@@ -12,6 +12,7 @@ import pytest
 from remote.test_supervision import emulated, serves
 from support.freezing import freeze
 from support.running_instances import LIVENESS_S
+from trinity.remote.fork_supply import ForkSupply
 from trinity.remote.instance_client import InstanceClient
 from trinity.remote.instance_processes import InstanceSupervisor
 from trinity.remote.supervisor_core import SupervisorCore
@@ -46,11 +47,16 @@ async def test_a_command_that_raises_costs_one_life(kind: type[Event], monkeypat
         await serves(pipe)
 
 
-@pytest.mark.parametrize("name", ["cut", "attach", "fence"])
-async def test_a_part_of_a_life_that_raises_costs_that_life(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("owner", "name"),
+    [(InstanceClient, "cut"), (InstanceClient, "attach"), (ForkSupply, "begin"), (ForkSupply, "end")],
+)
+async def test_a_part_of_a_life_that_raises_costs_that_life(
+    owner: type, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with emulated() as pipe, asyncio.timeout(LIVENESS_S):
         process = pipe.processes["E0"].process
-        raised = raising_once(monkeypatch, InstanceClient, name)
+        raised = raising_once(monkeypatch, owner, name)
         os.kill(process, signal.SIGKILL)
         while not raised:
             await asyncio.sleep(0.01)
@@ -75,7 +81,7 @@ async def test_a_fence_kills_before_it_waits_for_the_launch(monkeypatch: pytest.
         life, client = ("E0", 0), cast(Any, pipe.processes["E0"])
 
         async def stubborn() -> None:
-            while not client._has_ended():
+            while not client._process.has_ended():
                 try:
                     await asyncio.sleep(0.01)
                 except asyncio.CancelledError:

@@ -103,7 +103,8 @@ async def test_every_process_ends_with_the_pipeline() -> None:
     assert folder is not None
     assert not folder.exists()
     for member in members:
-        assert member.exit_code.done()
+        assert member._process is not None
+        assert member._process.exit_code.done()
         with pytest.raises(ProcessLookupError):
             os.kill(member.process, 0)
 

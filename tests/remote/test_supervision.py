@@ -189,7 +189,7 @@ def children(launcher: Launcher) -> set[int]:
 
 def launcher_of(pipe: Pipeline) -> Launcher:
     assert pipe._processes is not None
-    return pipe._processes._launchers[pipe._processes.core.launcher][0]
+    return pipe._processes.forks.launchers[pipe._processes.core.launcher][0]
 
 
 def test_too_short_a_silence() -> None:
@@ -202,8 +202,8 @@ def test_too_short_a_silence() -> None:
 
 
 def emulated(**named: Any) -> Pipeline:
-    options = pipeline_options({"pools": emulated_pipelines.POOLS, "silence_s": SILENCE_S, **named})
-    return Pipeline(emulated_pipelines.MODEL, "1E1P1D", hosting="process", **options)
+    settings = {"placement": "1E1P1D", "pools": emulated_pipelines.POOLS, "silence_s": SILENCE_S, **named}
+    return Pipeline(emulated_pipelines.MODEL, hosting="process", **pipeline_options(settings))
 
 
 async def serves(pipe: Pipeline) -> None:

@@ -254,7 +254,7 @@ THREADS: dict[tuple[str, str], Any] = {
     ("remote/agreement.py", "_hash"): NONE,
     ("remote/fork_client.py", "self.__exit__"): NONE,
     ("remote/fork_client.py", "self._read"): NONE,
-    ("remote/instance_processes.py", "launcher.close"): NONE,
+    ("remote/fork_supply.py", "launcher.close"): NONE,
     ("remote/instance_processes.py", "self._shelf.close"): NONE,
     ("remote/session.py", "identify_model"): NONE,
     ("remote/session.py", "known_whole_digest"): NONE,

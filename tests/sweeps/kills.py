@@ -137,7 +137,7 @@ def send(process: int, number: signal.Signals) -> None:
 
 def launcher_of(pipe: Pipeline) -> Launcher | None:
     assert pipe._processes is not None
-    known = pipe._processes._launchers.get(pipe._processes.core.launcher)
+    known = pipe._processes.forks.launchers.get(pipe._processes.core.launcher)
     return known[0] if known is not None else None
 
 

@@ -217,8 +217,10 @@ class Pipeline:
             host.start()
 
     async def _start_processes(self) -> None:
-        setups = supervisor.make_setups(self.instances, self._serving_config, self.connector, str(self.routing))
-        given = (supervisor.parse_addresses(self.instances), self._secret, self._process_config)
+        config, supplied = self._process_config, self._process_config.supply is not None
+        made = (self.instances, self._serving_config, self.connector, str(self.routing))
+        setups = supervisor.make_setups(*made, supplied)
+        given = (supervisor.parse_addresses(self.instances), self._secret, config)
         self._processes = instance_processes.InstanceSupervisor(self._frontend, self.timeline, *given)
         self._frontend.reached.update(await self._processes.start(setups))
 

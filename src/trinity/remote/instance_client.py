@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-import signal
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -27,9 +25,9 @@ from trinity.errors import (
 from trinity.remote.agreement import WeightsAgreement
 from trinity.remote.channel import Address, Channel, connect
 from trinity.remote.fork_client import INSTANCE_STOP_S
-from trinity.remote.process_identity import has_ended, read_start
 from trinity.remote.request_faults import decode_or_end, end_requests, requests_of
 from trinity.remote.supervisor_messages import Event, Linked, Lost, Refused, Unlinked
+from trinity.remote.supply import InstancePlace, InstanceProcess
 from trinity.remote.tls import TLSConfig
 from trinity.remote.wire import (
     ConnectReport,
@@ -48,9 +46,7 @@ from trinity.remote.wire import (
 from trinity.timeline import Timeline
 
 logger = logging.getLogger("trinity")
-PROC = "/proc/self"  # where the system tells of processes
 LISTEN_S = 30.0  # for a forked instance to listen: its modules are loaded already
-END_POLL_S = 0.005
 
 
 class Watcher(Protocol):
@@ -85,33 +81,34 @@ class InstanceClient:
         *,
         weights: WeightsAgreement | None = None,
     ) -> None:
-        self.setup, self.name, self.process = setup, setup.name, 0
+        self.setup, self.name = setup, setup.name
         self.started: InstanceInfo | None = None
-        self.exit_code: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self.problem: TrinityError | None = None
         self.last_heard: float | None = None
         self._watcher, self._timeline, self._report = watcher, timeline, report
         self._weights = weights or WeightsAgreement()
-        self._born: int | None = None
+        self._process: InstanceProcess | None = None
         self._channel: Channel | None = None
         self._reading: asyncio.Task[None] | None = None
         self._loss = ""
         self._watched = self._stopping = False
         self._unheard: list[Value] = []  # what it says before the front end knows it
 
-    def own(self, process: int, exit_code: asyncio.Future[int]) -> None:
-        """Take the process that was forked for it."""
-        self.process, self.exit_code, self._born = process, exit_code, read_start(process)
+    @property
+    def process(self) -> int:
+        """Its process number; 0 where this host does not have it, or not yet."""
+        return self._process.number if self._process is not None else 0
 
-    async def attach(self, address: Address, secret: bytes, tls: TLSConfig | None = None) -> InstanceInfo:
-        """Connect, have the instance load its model, and return its description. ``tls``: for one that runs already.
+    async def attach(self, place: InstancePlace, secret: bytes) -> InstanceInfo:
+        """Connect, have the instance load its model, and return its description.
 
         Raises the error that the instance met, ``PeerLost`` or ``HandshakeError`` if it cannot be reached.
         """
-        if self.process:
-            self._channel = channel = await _connect_when_up(address, secret, self.exit_code)
+        address, self._process = place.address, place.process
+        if self._process is not None:
+            self._channel = channel = await _connect_when_up(address, secret, self._process)
         else:
-            self._channel = channel = await _connect_by_hand(address, secret, tls)
+            self._channel = channel = await _connect_by_hand(address, secret, place.tls)
         channel.send(encode(self.setup))
         answer: Value = StillBusy()
         while isinstance(answer, StillBusy):
@@ -162,24 +159,11 @@ class InstanceClient:
         if self._channel is not None:
             self._channel.abort()
 
-    async def fence(self) -> None:
-        """Make sure that the process has ended, so that it can reach no memory of this pipeline any more.
-
-        An instance that was started by hand loses its channel, and then drops all its work for this pipeline.
-        """
-        self.kill()
-        while self.process and not self._has_ended():  # by the system's word: its launcher may be frozen
-            await asyncio.sleep(END_POLL_S)
-
-    def _has_ended(self) -> bool:
-        return has_ended(self.process, self._born) if os.path.isdir(PROC) else self.exit_code.done()
-
     def kill(self) -> None:
-        """Hear nothing more of it, and end its process if there is one by now."""
+        """Hear nothing more of it, and end its process if there is one here by now."""
         self.cut()
-        with suppress(ProcessLookupError):
-            if self.process and not self._has_ended():
-                os.kill(self.process, signal.SIGKILL)
+        if self._process is not None:
+            self._process.kill()
 
     def stop(self, at_once: bool = False) -> None:
         """Ask it to end once it has no requests, or ``at_once``."""
@@ -261,7 +245,7 @@ async def _connect_by_hand(address: Address, secret: bytes, tls: TLSConfig | Non
         raise HandshakeError(text, "control", str(address)) from error
 
 
-async def _connect_when_up(address: Address, secret: bytes, gone: asyncio.Future[int]) -> Channel:
+async def _connect_when_up(address: Address, secret: bytes, process: InstanceProcess) -> Channel:
     """Connect to a forked instance, retrying until it listens.
 
     Raises ``ConfigError`` if it ends before, or does not listen within ``LISTEN_S``.
@@ -272,7 +256,7 @@ async def _connect_when_up(address: Address, secret: bytes, gone: asyncio.Future
         try:
             return await connect(address, secret, encode(Hello(FRONTEND)))
         except PeerLost as error:
-            if gone.done() or loop.time() > deadline:
+            if process.exit_code.done() or loop.time() > deadline:
                 raise ConfigError(f"the instance at {address} did not come up; see its output above") from error
         await asyncio.sleep(0.005)
 

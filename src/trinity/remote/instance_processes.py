@@ -17,8 +17,9 @@ from trinity.errors import ConfigError, PeerLost, TrinityError
 from trinity.memory.weight_shelf import WeightShelf, open_shelf
 from trinity.remote.agreement import WeightsAgreement
 from trinity.remote.channel import Address
-from trinity.remote.fork_client import INSTANCE_STOP_S, LAUNCHER_ENDED, Launcher, LauncherSilent, get_launcher
-from trinity.remote.instance_client import END_POLL_S, InstanceClient, Watcher
+from trinity.remote.fork_client import INSTANCE_STOP_S, LauncherSilent
+from trinity.remote.fork_supply import END_POLL_S, ForkSupply
+from trinity.remote.instance_client import InstanceClient, Watcher
 from trinity.remote.leftovers import OwnedFolder, make_shared_folder
 from trinity.remote.supervisor import ProcessConfig
 from trinity.remote.supervisor_core import LifePhase, SupervisorCore
@@ -44,6 +45,7 @@ from trinity.remote.supervisor_messages import (
     Suspect,
     Up,
 )
+from trinity.remote.supply import AttachedSupply, InstanceOrder, Supply
 from trinity.remote.wire import DropPeer, Peers, Setup
 from trinity.timeline import Timeline
 
@@ -73,16 +75,18 @@ class InstanceSupervisor:
     ) -> None:
         self._config = config or ProcessConfig()
         self._watcher, self._timeline = watcher, timeline
-        self._addresses = addresses
         self._secret = secret or secrets.token_bytes(32)
         self._folder, self._shared, self._weights = OwnedFolder(), make_shared_folder(), WeightsAgreement()
         self._shelf: WeightShelf | None = None
+        shared = str(self._shared.path) if self._shared is not None else ""
+        tls = self._config.tls
+        self.forks = ForkSupply(self._folder.path, shared=shared, tls=tls, on_gone=self._hear_launcher_gone)
+        self._attached = AttachedSupply(addresses, tls)
         self.members: dict[str, InstanceClient] = {}
         self.core = SupervisorCore([])
         self._setups: dict[str, Setup] = {}
         self._lives: dict[tuple[str, int], InstanceClient] = {}
         self._launches: dict[tuple[str, int], asyncio.Task[None]] = {}
-        self._launchers: dict[int, tuple[Launcher, bool]] = {}  # and whether it is this pipeline's own
         self._events: deque[Event | Tick] = deque()
         self._handling = self._watched = False
         self._unheard: list[tuple[Up | Down, InstanceClient]] = []  # losses and returns before anybody watches
@@ -95,7 +99,8 @@ class InstanceSupervisor:
     async def start(self, setups: Sequence[Setup]) -> dict[str, InstanceClient]:
         """Fork and load every instance, and have them connect to each other. Raises the first error of any."""
         self._setups = {setup.name: setup for setup in setups}
-        self.core = SupervisorCore(list(self._setups), list(self._addresses), self._config.silence_s)
+        elsewhere = [name for name in self._setups if self._supply_of(name) is not self.forks]
+        self.core = SupervisorCore(list(self._setups), elsewhere, self._config.silence_s)
         if any(setup.paced is None for setup in setups):
             self._shelf = open_shelf(self._folder.path)
         self._run(self._watch_silence())
@@ -156,16 +161,17 @@ class InstanceSupervisor:
     def _carry_out(self, command: Event) -> None:
         if isinstance(command, Launch):
             life = (command.name, command.epoch)
-            shelf = "" if self._shelf is None or command.name in self._addresses else self._shelf.path
+            forked = self._supply_of(command.name) is self.forks
+            shelf = self._shelf.path if self._shelf is not None and forked else ""
             setup = msgspec.structs.replace(self._setups[command.name], epoch=command.epoch, shelf=shelf)
             self._lives[life] = InstanceClient(
                 setup, self._watcher, self._timeline, self._handle, weights=self._weights
             )
             self._launches[life] = self._run(self._launch(command))
         elif isinstance(command, StartLauncher):
-            self._start_launcher(command.number)
+            self.forks.open_launcher(command.number, any(setup.paced is None for setup in self._setups.values()))
         elif isinstance(command, EndLauncher):
-            ending = asyncio.get_running_loop().create_task(self._end_launcher(command.number))
+            ending = asyncio.get_running_loop().create_task(self.forks.end_launcher(command.number))
             self._endings.append(ending)  # never cancelled: its thread would be left behind
         elif isinstance(command, Fence):
             self._run(self._fence((command.name, command.epoch)))
@@ -238,28 +244,16 @@ class InstanceSupervisor:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    # ------------------------------------------------------------ launchers
+    # ------------------------------------------------------------ where instances come from
 
-    def _start_launcher(self, number: int) -> None:
-        try:
-            launcher, own = get_launcher(torch=any(setup.paced is None for setup in self._setups.values()))
-        except OSError as error:
-            logger.error("a launcher of instance processes could not be started: %s", error)
-            self._events.append(LauncherGone(number))
-            return
-        self._launchers[number] = (launcher, own)
-        self._run(self._await_launcher(number, launcher))
+    def _supply_of(self, name: str) -> Supply:
+        if name in self._attached.addresses:
+            return self._attached
+        return self._config.supply or self.forks
 
-    async def _await_launcher(self, number: int, launcher: Launcher) -> None:
-        await asyncio.shield(asyncio.wrap_future(launcher.ended))
+    def _hear_launcher_gone(self, number: int) -> None:
         if not self.core.closing:
-            logger.error("the launcher of instance processes has ended; another is started when one is needed")
             self._handle(LauncherGone(number))
-
-    async def _end_launcher(self, number: int) -> None:
-        launcher, own = self._launchers.pop(number, (None, False))
-        if launcher is not None and own:
-            await asyncio.to_thread(launcher.close)
 
     # ------------------------------------------------------------ a life
 
@@ -268,7 +262,7 @@ class InstanceSupervisor:
         name, epoch = command.name, command.epoch
         client = self._lives[name, epoch]
         try:
-            await self._attach(client, command.launcher)
+            await self._attach(client)
         except LauncherSilent as error:
             client.problem = error
             self._handle(LauncherStuck(command.launcher))
@@ -282,19 +276,10 @@ class InstanceSupervisor:
         else:
             self._handle(Loaded(name, epoch))
 
-    async def _attach(self, client: InstanceClient, number: int) -> None:
-        if not number:
-            await client.attach(self._addresses[client.name], self._secret, self._config.tls)
-            return
-        if number not in self._launchers:
-            raise ConfigError(LAUNCHER_ENDED)
-        launcher, _ = self._launchers[number]
-        address = Address("unix", path=str(self._folder.path / f"{client.name}-{client.setup.epoch}.sock"))
-        shared = str(self._shared.path) if self._shared is not None else ""
-        model, tls = client.setup.model, self._config.tls
-        process, exit_code = await launcher.launch(address, self._secret, model, shared=shared, tls=tls)
-        client.own(process, exit_code)
-        await client.attach(address, self._secret)
+    async def _attach(self, client: InstanceClient) -> None:
+        setup = client.setup
+        order = InstanceOrder(setup.name, setup.epoch, setup.roles, self._secret, setup.model)
+        await client.attach(await self._supply_of(setup.name).begin(order), self._secret)
 
     async def _fence(self, life: tuple[str, int]) -> None:
         """Make sure that a life has ended, however long that takes: it is killed before its launch is waited for."""
@@ -307,7 +292,7 @@ class InstanceSupervisor:
                 client.kill()
                 if launch is not None:
                     await asyncio.gather(launch, return_exceptions=True)
-                await client.fence()
+                await self._supply_of(life[0]).end(*life)
                 ended = True
             except Exception:
                 logger.exception("the end of %s is not certain", life[0])
@@ -358,10 +343,18 @@ class InstanceSupervisor:
             for task in list(self._tasks):
                 task.cancel()
             await asyncio.gather(*self._tasks, *self._endings, return_exceptions=True)
-            for number in list(self._launchers):
-                await self._end_launcher(number)
+            await self._close_supplies()
             if self._shelf is not None:
                 await asyncio.to_thread(self._shelf.close)
             self._folder.remove()
             if self._shared is not None:
                 self._shared.remove()
+
+    async def _close_supplies(self) -> None:
+        given = self._config.supply
+        supplies: list[Supply] = [self.forks, self._attached, *([given] if given is not None else [])]
+        for supply in supplies:
+            try:
+                await supply.aclose()
+            except Exception:
+                logger.exception("a supply of instances was not closed")

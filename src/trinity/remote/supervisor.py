@@ -24,6 +24,7 @@ from trinity.remote.fork_client import kept_launcher as kept_launcher
 from trinity.remote.supervisor_messages import (
     InstanceHealth,
 )
+from trinity.remote.supply import Supply
 from trinity.remote.tls import TLSConfig
 from trinity.remote.wire import RouteConfig, Setup
 from trinity.runtime.loader import ServingConfig, config_digest, describe_tenant
@@ -44,6 +45,8 @@ class ProcessConfig:
     - ``tls`` (None): ``TLSConfig``; control channels over TCP are then in mutual TLS, here and in instances that the
       pipeline starts. Those that run already need their own (``--tls-certificate``). Unix sockets have none.
     - ``silence_s`` (seconds, 20): a process that says nothing for longer is restarted. Requests go past it after two.
+    - ``supply`` (None): where instances without an address come from; None forks them on this host. Those of any other
+      may be on other hosts, and move blocks by a transport that leaves theirs. It is closed with the pipeline.
     - ``on_change`` (None): called with the ``InstanceHealth`` of an instance whose state has changed.
 
     Raises ``ConfigError`` for a silence shorter than an instance's own pauses, and for certificates that would not do.
@@ -53,6 +56,7 @@ class ProcessConfig:
     silence_s: float = SILENCE_S
     on_change: Callable[[InstanceHealth], None] | None = None
     tls: TLSConfig | None = None
+    supply: Supply | None = None
 
     def __post_init__(self) -> None:
         if self.secret is not None:
@@ -66,17 +70,22 @@ class ProcessConfig:
 
 
 def make_setups(
-    instances: Sequence[Instance], deployment: ServingConfig, connector: Connector, routing: str
+    instances: Sequence[Instance], deployment: ServingConfig, connector: Connector, routing: str, supplied: bool = False
 ) -> list[Setup]:
-    """Build the setup message of every instance of a pipeline. Raises ``ConfigError`` as ``make_setup`` does."""
+    """Build the setup message of every instance of a pipeline. Raises ``ConfigError`` as ``make_setup`` does.
+
+    ``supplied``: those without an address come from a supply, on any hosts: each is taken to have a device alone.
+    """
     pipeline = secrets.token_hex(8)
     config = config_digest(deployment.model)
-    routes = make_route_configs(connector, [each.address for each in instances])
+    addresses = [each.address or (f"tcp:{each.name}:0" if supplied else None) for each in instances]
+    routes = make_route_configs(connector, addresses)
     tenants = [
-        msgspec.structs.replace(describe_tenant(each, deployment.cache), shares=each.address is None)
-        for each in instances
+        msgspec.structs.replace(describe_tenant(each, deployment.cache), shares=address is None)
+        for each, address in zip(instances, addresses, strict=True)
     ]
-    sharers = group_by_device((_machine(each.address), each.device or deployment.device) for each in instances)
+    devices = (each.device or deployment.device for each in instances)
+    sharers = group_by_device(zip(map(_machine, addresses), devices, strict=True))
     return [
         msgspec.structs.replace(
             make_setup(each, deployment, connector, routing),

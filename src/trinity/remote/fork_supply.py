@@ -1,0 +1,103 @@
+"""ForkSupply: instances of this host, forked by a launcher, which the supervisor's core numbers and replaces."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from trinity.errors import ConfigError
+from trinity.remote.channel import Address
+from trinity.remote.fork_client import LAUNCHER_ENDED, Launcher, get_launcher
+from trinity.remote.process_identity import read_start
+from trinity.remote.supply import InstanceOrder, InstancePlace, InstanceProcess
+from trinity.remote.tls import TLSConfig
+
+logger = logging.getLogger("trinity")
+END_POLL_S = 0.005
+
+
+class ForkSupply:
+    """Forks each life as a process that listens on a socket file.
+
+    - ``folder``: of the socket files. ``shared`` (""): folder for what UCX keeps in shared memory.
+    - ``tls`` (None): with which its instances reach those on TCP.
+    - ``on_gone`` (None): called with the number of a launcher that has ended by itself, or could not be started.
+
+    A life is begun by the launcher that was opened last. Raises ``LauncherSilent`` where that takes no orders: then
+    another is opened, and the old one ended once no life that it has begun is left.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        shared: str = "",
+        tls: TLSConfig | None = None,
+        on_gone: Callable[[int], None] | None = None,
+    ) -> None:
+        self._folder, self._shared, self._tls = folder, shared, tls
+        self._on_gone = on_gone or (lambda number: None)
+        self.launchers: dict[int, tuple[Launcher, bool]] = {}  # and whether it is ours to end
+        self._watches: set[asyncio.Task[None]] = set()
+        self._processes: dict[tuple[str, int], InstanceProcess] = {}
+
+    # ------------------------------------------------------------ launchers
+
+    def open_launcher(self, number: int, torch: bool = True) -> None:
+        """Start a launcher under a number that is larger than those before. ``torch``: as ``Launcher`` has it."""
+        try:
+            launcher, own = get_launcher(torch)
+        except OSError as error:
+            logger.error("a launcher of instance processes could not be started: %s", error)
+            return self._on_gone(number)
+        self.launchers[number] = (launcher, own)
+        watch = asyncio.get_running_loop().create_task(self._await_end(number, launcher))
+        self._watches.add(watch)
+        watch.add_done_callback(self._watches.discard)
+
+    async def _await_end(self, number: int, launcher: Launcher) -> None:
+        await asyncio.shield(asyncio.wrap_future(launcher.ended))
+        if number in self.launchers:
+            logger.error("the launcher of instance processes has ended; another is started when one is needed")
+            self._on_gone(number)
+
+    async def end_launcher(self, number: int) -> None:
+        """End a launcher with what it has begun, unless it is kept by somebody else. Takes a moment."""
+        launcher, own = self.launchers.pop(number, (None, False))
+        if launcher is not None and own:
+            await asyncio.to_thread(launcher.close)
+
+    # ------------------------------------------------------------ lives
+
+    async def begin(self, order: InstanceOrder) -> InstancePlace:
+        newest = max(self.launchers, default=None)
+        if newest is None:
+            raise ConfigError(LAUNCHER_ENDED)
+        launcher, _ = self.launchers[newest]
+        address = Address("unix", path=str(self._folder / f"{order.name}-{order.epoch}.sock"))
+        number, exit_code = await launcher.launch(
+            address, order.secret, order.model, shared=self._shared, tls=self._tls
+        )
+        process = InstanceProcess(number, read_start(number), exit_code)
+        self._processes[order.name, order.epoch] = process
+        return InstancePlace(address, process)
+
+    async def end(self, name: str, epoch: int) -> None:
+        """Kill it, and wait for its end by the system's word."""
+        process = self._processes.get((name, epoch))
+        while process is not None and not process.has_ended():
+            process.kill()
+            await asyncio.sleep(END_POLL_S)
+        self._processes.pop((name, epoch), None)
+
+    async def aclose(self) -> None:
+        for process in self._processes.values():
+            process.kill()
+        self._processes.clear()
+        for number in list(self.launchers):
+            await self.end_launcher(number)
+        for watch in list(self._watches):
+            watch.cancel()
+        await asyncio.gather(*self._watches, return_exceptions=True)

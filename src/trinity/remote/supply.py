@@ -1,0 +1,125 @@
+"""Supply: where a pipeline's instances come from. Each of their lives begins at a place, and ends for certain.
+
+``ForkSupply`` (``fork_supply``) forks them on this host, ``AttachedSupply`` has those that run already. One of your
+own goes into ``ProcessConfig(supply=...)``, and ``trinity.testing.supply_contract`` checks it
+(docs/decisions/0071-where-instances-come-from.md).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from trinity.errors import ConfigError
+from trinity.remote.channel import Address
+from trinity.remote.process_identity import has_ended
+from trinity.remote.tls import TLSConfig
+
+PROC = "/proc/self"  # where the system tells of processes
+
+
+@dataclass(frozen=True)
+class InstanceOrder:
+    """One life that a pipeline needs.
+
+    - ``name``, ``epoch``: of the life; an instance that is started again has the next epoch.
+    - ``roles``: such as "PD".
+    - ``secret``: it must prove that it holds this, on every connection.
+    - ``model`` (""): the checkpoint's directory as the pipeline has it; "" for an emulated one.
+    """
+
+    name: str
+    epoch: int
+    roles: str
+    secret: bytes = field(repr=False)
+    model: str = ""
+
+
+class InstanceProcess:
+    """Process of an instance that was forked on this host.
+
+    - ``number``: its process number. ``born``: its start, which tells it from a later one of the same number.
+    - ``exit_code``: done once it is known to have ended.
+    """
+
+    def __init__(self, number: int, born: int | None, exit_code: asyncio.Future[int]) -> None:
+        self.number, self.born, self.exit_code = number, born, exit_code
+
+    def has_ended(self) -> bool:
+        """Tell if it has ended, by the system's word: its launcher may be frozen."""
+        return has_ended(self.number, self.born) if os.path.isdir(PROC) else self.exit_code.done()
+
+    def kill(self) -> None:
+        with suppress(ProcessLookupError):
+            if not self.has_ended():
+                os.kill(self.number, signal.SIGKILL)
+
+
+@dataclass(frozen=True)
+class InstancePlace:
+    """Place where a life listens, or soon will.
+
+    - ``address``: as the pipeline and the other instances reach it.
+    - ``process`` (None): its process where this host has it; it is waited for, and killed at once when it is lost.
+    - ``tls`` (None): certificates for its channel; its own listener has to have some of the same authority.
+    """
+
+    address: Address
+    process: InstanceProcess | None = None
+    tls: TLSConfig | None = None
+
+
+class Supply(Protocol):
+    """Source of instances. All is called on the event loop of the pipeline, and must not block it.
+
+    The pipeline asks for a new life only after the end of the last one of that name, and asks again later if it had
+    none: an error costs a pause and no request of another instance. What it is lent it connects to, watches and cuts
+    off itself.
+    """
+
+    async def begin(self, order: InstanceOrder) -> InstancePlace:
+        """Begin a life; return where it listens, which may be elsewhere than that of the last.
+
+        Raises an error of ``trinity.errors`` where none can be had now. It may be cancelled.
+        """
+        ...
+
+    async def end(self, name: str, epoch: int) -> None:
+        """Return once this life reaches no memory of the pipeline any more, however long that takes.
+
+        The pipeline has cut its channel by then. It may never have begun, and may have ended by itself.
+        """
+        ...
+
+    async def aclose(self) -> None:
+        """End every life that it has begun, and give back what it holds. May be called twice."""
+        ...
+
+
+class AttachedSupply:
+    """Instances that run already at fixed addresses, started by hand; whoever started them starts them again.
+
+    - ``addresses``: by name. ``tls`` (None): for channels to them.
+
+    Each serves one pipeline after another: it drops all of this one's work when its channel ends.
+    """
+
+    def __init__(self, addresses: Mapping[str, Address], tls: TLSConfig | None = None) -> None:
+        self.addresses, self._tls = dict(addresses), tls
+
+    async def begin(self, order: InstanceOrder) -> InstancePlace:
+        address = self.addresses.get(order.name)
+        if address is None:
+            raise ConfigError(f"instance {order.name} has no address: {', '.join(self.addresses) or 'none has one'}")
+        return InstancePlace(address, tls=self._tls)
+
+    async def end(self, name: str, epoch: int) -> None:
+        """Return at once: the end of its channel is its end, for this pipeline."""
+
+    async def aclose(self) -> None:
+        """Leave them to who started them."""
