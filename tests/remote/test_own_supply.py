@@ -10,13 +10,17 @@ from typing import Any
 import pytest
 
 from remote.test_supervision import emulated, serves
+from support import emulated_pipelines
 from support.running_instances import LIVENESS_S, tcp
 from trinity.errors import ConfigError, PeerLost
+from trinity.pipeline import Pipeline
+from trinity.remote import instance_processes
 from trinity.remote.channel import Address
 from trinity.remote.fork_client import Launcher, kept_launcher
-from trinity.remote.supply import InstanceOrder, InstancePlace
+from trinity.remote.supervisor import ProcessConfig
+from trinity.remote.supply import AttachedSupply, InstanceOrder, InstancePlace
 
-RESTARTS = 3
+RESTARTS = 2
 
 
 class Moving:
@@ -35,9 +39,6 @@ class Moving:
         life, address = (order.name, order.epoch), tcp()
         process, _ = await self.launcher.launch(address, order.secret, order.model)
         self.places[life], self.processes[life] = address, process
-        async with asyncio.timeout(LIVENESS_S):
-            while not listens(address):
-                await asyncio.sleep(0.01)
         return InstancePlace(address)
 
     async def end(self, name: str, epoch: int) -> None:
@@ -48,11 +49,6 @@ class Moving:
 
     async def aclose(self) -> None:
         self.closed += 1
-
-
-def listens(address: Address) -> bool:
-    with open("/proc/net/tcp", encoding="ascii") as rows:
-        return any(row.split()[1].endswith(f":{address.port:04X}") and row.split()[3] == "0A" for row in rows)
 
 
 async def test_each_life_is_where_its_supply_says() -> None:
@@ -117,7 +113,35 @@ async def test_an_error_of_its_own_end_is_tried_again(monkeypatch: pytest.Monkey
         assert failed == [("D0", 0)]
 
 
+@pytest.mark.parametrize("hangs", [False, True])
+async def test_one_that_is_not_closed_does_not_keep_the_pipeline(hangs: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with kept_launcher(torch=False) as launcher, asyncio.timeout(LIVENESS_S):
+        supply, cancelled = Moving(launcher), list[bool]()
+
+        async def aclose() -> None:
+            if not hangs:
+                raise OSError("the scheduler does not answer")
+            try:
+                await asyncio.Event().wait()
+            finally:
+                cancelled.append(True)
+
+        monkeypatch.setattr(supply, "aclose", aclose)
+        async with emulated(supply=supply) as pipe:
+            await serves(pipe)
+            assert pipe._processes is not None
+            folder = pipe._processes._folder.path
+            monkeypatch.setattr(instance_processes, "INSTANCE_STOP_S", 1.0)
+        assert cancelled == [True] * hangs
+        assert not folder.exists()
+
+
 @pytest.mark.parametrize("given", ["ray", 3, Moving])
 def test_what_is_no_supply_is_refused(given: Any) -> None:
     with pytest.raises(ConfigError, match="supply"):
         emulated(supply=given)
+
+
+def test_one_for_threads_is_refused() -> None:
+    with pytest.raises(ConfigError, match="hosting='process'"):
+        Pipeline(emulated_pipelines.MODEL, hosting="thread", processes=ProcessConfig(supply=AttachedSupply({})))

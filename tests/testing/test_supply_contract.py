@@ -14,6 +14,7 @@ from trinity.errors import ConfigError
 from trinity.remote.fork_client import kept_launcher
 from trinity.remote.fork_supply import ForkSupply
 from trinity.remote.supply import AttachedSupply, InstanceOrder, InstancePlace, Supply
+from trinity.testing import supply_contract
 from trinity.testing.supply_contract import INSTANCE_NAMES, check_supply
 
 KEY = SECRET.encode()
@@ -42,7 +43,9 @@ async def test_the_attached_one_keeps_the_contract() -> None:
         async def attached() -> AsyncIterator[AttachedSupply]:
             yield AttachedSupply(addresses)
 
-        await check_supply(attached, secret=KEY)
+        await check_supply(attached, secret=KEY, ends=False)
+        with pytest.raises(AssertionError, match="end\\(\\) returned while the instance"):
+            await check_supply(attached, secret=KEY)
 
 
 async def test_an_attached_one_without_an_address_is_an_error_that_says_so() -> None:
@@ -80,11 +83,11 @@ class Sweeping(ForkSupply):
 
 class Leaving(ForkSupply):
     async def aclose(self) -> None:
-        """Leave all that runs."""
+        """Leave all that it has begun."""
 
 
 BROKEN: dict[type[ForkSupply], str] = {
-    Unending: "end\\(\\) returned while the process",
+    Unending: "end\\(\\) returned while the instance",
     Mixing: "two instances were said to be at one address",
     Sweeping: "nobody listens at",
     Leaving: "was there after aclose",
@@ -92,7 +95,8 @@ BROKEN: dict[type[ForkSupply], str] = {
 
 
 @pytest.mark.parametrize("kind", BROKEN, ids=lambda kind: kind.__name__)
-async def test_a_broken_one_is_caught(kind: type[ForkSupply], tmp_path: Path) -> None:
+async def test_a_broken_one_is_caught(kind: type[ForkSupply], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(supply_contract, "GONE_S", 0.5)
     async with kept_launcher(torch=False):
         with pytest.raises(AssertionError, match=BROKEN[kind]):
             await check_supply(lambda: forking(tmp_path, kind), secret=KEY)

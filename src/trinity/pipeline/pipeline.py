@@ -126,7 +126,7 @@ class Pipeline:
         rules, routing = choose_rules_and_routing(placement, rules, routing)
         self.placement = Placement.of(each.group for each in self.instances)
         self.slo, self.routing, self._processing = slo, routing, (limits, ignore_generation_config)
-        self.hosting = supervisor.check_hosting(hosting, self.instances)
+        self.hosting = supervisor.check_hosting(hosting, self.instances, processes.supply)
         self.connector = make_connector(connector, verify, hosting)
         self._process_config = processes
         self._secret = supervisor.resolve_secret(self.instances, processes.secret)
@@ -217,9 +217,9 @@ class Pipeline:
             host.start()
 
     async def _start_processes(self) -> None:
-        config, supplied = self._process_config, self._process_config.supply is not None
-        made = (self.instances, self._serving_config, self.connector, str(self.routing))
-        setups = supervisor.make_setups(*made, supplied)
+        config, told = self._process_config, (self.connector, str(self.routing))
+        supplied = config.supply is not None
+        setups = supervisor.make_setups(self.instances, self._serving_config, *told, supplied=supplied)
         given = (supervisor.parse_addresses(self.instances), self._secret, config)
         self._processes = instance_processes.InstanceSupervisor(self._frontend, self.timeline, *given)
         self._frontend.reached.update(await self._processes.start(setups))

@@ -23,12 +23,11 @@ from trinity.errors import (
     TrinityError,
 )
 from trinity.remote.agreement import WeightsAgreement
-from trinity.remote.channel import Address, Channel, connect
+from trinity.remote.channel import Channel, connect
 from trinity.remote.fork_client import INSTANCE_STOP_S
 from trinity.remote.request_faults import decode_or_end, end_requests, requests_of
 from trinity.remote.supervisor_messages import Event, Linked, Lost, Refused, Unlinked
 from trinity.remote.supply import InstancePlace, InstanceProcess
-from trinity.remote.tls import TLSConfig
 from trinity.remote.wire import (
     ConnectReport,
     Hello,
@@ -46,7 +45,7 @@ from trinity.remote.wire import (
 from trinity.timeline import Timeline
 
 logger = logging.getLogger("trinity")
-LISTEN_S = 30.0  # for a forked instance to listen: its modules are loaded already
+LISTEN_POLL_S = 0.005  # between two tries to reach one that will listen soon
 
 
 class Watcher(Protocol):
@@ -104,11 +103,8 @@ class InstanceClient:
 
         Raises the error that the instance met, ``PeerLost`` or ``HandshakeError`` if it cannot be reached.
         """
-        address, self._process = place.address, place.process
-        if self._process is not None:
-            self._channel = channel = await _connect_when_up(address, secret, self._process)
-        else:
-            self._channel = channel = await _connect_by_hand(address, secret, place.tls)
+        self._process = place.process
+        self._channel = channel = await (_connect_when_up if place.listen_s else _connect_by_hand)(place, secret)
         channel.send(encode(self.setup))
         answer: Value = StillBusy()
         while isinstance(answer, StillBusy):
@@ -121,7 +117,8 @@ class InstanceClient:
         dispute = self._weights.compare(self.name, self.setup.epoch, answer.hello.weights)
         if dispute is not None:
             raise LayoutMismatch(dispute.why)
-        self.started = answer = msgspec.structs.replace(answer, address=str(address))  # as the pipeline reaches it
+        reached = str(place.address)  # by the pipeline, which need not be as the instance calls itself
+        self.started = answer = msgspec.structs.replace(answer, address=reached)
         self.last_heard = time.monotonic()
         self._reading = asyncio.get_running_loop().create_task(self._read(channel), name=f"trinity-{self.name}")
         return answer
@@ -231,10 +228,11 @@ class InstanceClient:
             self._report(Refused(self.name, self.setup.epoch, dispute.why, dispute.name, dispute.epoch))
 
 
-async def _connect_by_hand(address: Address, secret: bytes, tls: TLSConfig | None) -> Channel:
+async def _connect_by_hand(place: InstancePlace, secret: bytes) -> Channel:
     """Connect to an instance that was started by hand; errors say what to do on its side."""
+    address = place.address
     try:
-        return await connect(address, secret, encode(Hello(FRONTEND)), tls=tls)
+        return await connect(address, secret, encode(Hello(FRONTEND)), tls=place.tls)
     except PeerLost as error:
         text = f"{error}; start an instance there: python -m trinity.instance --listen {address}"
         raise PeerLost(text, "control", str(address)) from error
@@ -245,20 +243,20 @@ async def _connect_by_hand(address: Address, secret: bytes, tls: TLSConfig | Non
         raise HandshakeError(text, "control", str(address)) from error
 
 
-async def _connect_when_up(address: Address, secret: bytes, process: InstanceProcess) -> Channel:
-    """Connect to a forked instance, retrying until it listens.
+async def _connect_when_up(place: InstancePlace, secret: bytes) -> Channel:
+    """Connect to an instance that was begun for this pipeline, retrying until it listens.
 
-    Raises ``ConfigError`` if it ends before, or does not listen within ``LISTEN_S``.
+    Raises ``ConfigError`` if it ends before, or does not listen in time.
     """
-    loop = asyncio.get_running_loop()
-    deadline = loop.time() + LISTEN_S
+    loop, process = asyncio.get_running_loop(), place.process
+    deadline = loop.time() + place.listen_s
     while True:
         try:
-            return await connect(address, secret, encode(Hello(FRONTEND)))
+            return await connect(place.address, secret, encode(Hello(FRONTEND)), tls=place.tls)
         except PeerLost as error:
-            if process.exit_code.done() or loop.time() > deadline:
-                raise ConfigError(f"the instance at {address} did not come up; see its output above") from error
-        await asyncio.sleep(0.005)
+            if (process is not None and process.exit_code.done()) or loop.time() > deadline:
+                raise ConfigError(f"the instance at {place.address} did not come up; see its output") from error
+        await asyncio.sleep(LISTEN_POLL_S)
 
 
 def _to_error(broken: InstanceFailure) -> TrinityError:

@@ -249,7 +249,7 @@ class InstanceSupervisor:
     def _supply_of(self, name: str) -> Supply:
         if name in self._attached.addresses:
             return self._attached
-        return self._config.supply or self.forks
+        return self._config.supply if self._config.supply is not None else self.forks
 
     def _hear_launcher_gone(self, number: int) -> None:
         if not self.core.closing:
@@ -351,10 +351,12 @@ class InstanceSupervisor:
                 self._shared.remove()
 
     async def _close_supplies(self) -> None:
-        given = self._config.supply
-        supplies: list[Supply] = [self.forks, self._attached, *([given] if given is not None else [])]
-        for supply in supplies:
+        """Close all three; one of somebody else's may fail, or not return."""
+        await self.forks.aclose()
+        await self._attached.aclose()
+        if self._config.supply is not None:
             try:
-                await supply.aclose()
+                async with asyncio.timeout(INSTANCE_STOP_S):
+                    await self._config.supply.aclose()
             except Exception:
-                logger.exception("a supply of instances was not closed")
+                logger.exception("the supply of instances was not closed")

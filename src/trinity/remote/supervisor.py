@@ -70,15 +70,20 @@ class ProcessConfig:
 
 
 def make_setups(
-    instances: Sequence[Instance], deployment: ServingConfig, connector: Connector, routing: str, supplied: bool = False
+    instances: Sequence[Instance],
+    deployment: ServingConfig,
+    connector: Connector,
+    routing: str,
+    *,
+    supplied: bool = False,
 ) -> list[Setup]:
     """Build the setup message of every instance of a pipeline. Raises ``ConfigError`` as ``make_setup`` does.
 
-    ``supplied``: those without an address come from a supply, on any hosts: each is taken to have a device alone.
+    ``supplied``: those without an address come from a supply, from any hosts: each is taken to be on its own.
     """
     pipeline = secrets.token_hex(8)
     config = config_digest(deployment.model)
-    addresses = [each.address or (f"tcp:{each.name}:0" if supplied else None) for each in instances]
+    addresses = [each.address or (f"tcp:host-of-{each.name}:0" if supplied else None) for each in instances]
     routes = make_route_configs(connector, addresses)
     tenants = [
         msgspec.structs.replace(describe_tenant(each, deployment.cache), shares=address is None)
@@ -202,10 +207,14 @@ def _check_secret(secret: str) -> str:
     return secret
 
 
-def check_hosting(hosting: str, instances: Sequence[Instance] = ()) -> Literal["thread", "process"]:
+def check_hosting(
+    hosting: str, instances: Sequence[Instance] = (), supply: Supply | None = None
+) -> Literal["thread", "process"]:
     """Return ``hosting`` if it is valid and its instances can run so; else raise ``ConfigError``."""
     if hosting not in ("thread", "process"):
         raise ConfigError(f"hosting must be 'thread' or 'process', got {hosting!r}")
     if parse_addresses(instances) and hosting == "thread":
         raise ConfigError("instances with an address are processes: use hosting='process' with them")
+    if supply is not None and hosting == "thread":
+        raise ConfigError("instances of a supply are processes: use hosting='process' with it")
     return "process" if hosting == "process" else "thread"

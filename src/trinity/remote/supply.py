@@ -21,6 +21,7 @@ from trinity.remote.process_identity import has_ended
 from trinity.remote.tls import TLSConfig
 
 PROC = "/proc/self"  # where the system tells of processes
+LISTEN_S = 30.0  # for an instance to listen: it loads its model later
 
 
 @dataclass(frozen=True)
@@ -65,13 +66,15 @@ class InstancePlace:
     """Place where a life listens, or soon will.
 
     - ``address``: as the pipeline and the other instances reach it.
-    - ``process`` (None): its process where this host has it; it is waited for, and killed at once when it is lost.
+    - ``process`` (None): its process where this host has it, which is killed once it is lost.
     - ``tls`` (None): certificates for its channel; its own listener has to have some of the same authority.
+    - ``listen_s`` (seconds, 30): for it to listen; 0 for one that runs already.
     """
 
     address: Address
     process: InstanceProcess | None = None
     tls: TLSConfig | None = None
+    listen_s: float = LISTEN_S
 
 
 class Supply(Protocol):
@@ -97,7 +100,10 @@ class Supply(Protocol):
         ...
 
     async def aclose(self) -> None:
-        """End every life that it has begun, and give back what it holds. May be called twice."""
+        """End every life that it has begun, and give back what it holds. May be called twice.
+
+        The end of a pipeline that was started; it waits for no longer than ``INSTANCE_STOP_S``.
+        """
         ...
 
 
@@ -116,7 +122,7 @@ class AttachedSupply:
         address = self.addresses.get(order.name)
         if address is None:
             raise ConfigError(f"instance {order.name} has no address: {', '.join(self.addresses) or 'none has one'}")
-        return InstancePlace(address, tls=self._tls)
+        return InstancePlace(address, tls=self._tls, listen_s=0.0)
 
     async def end(self, name: str, epoch: int) -> None:
         """Return at once: the end of its channel is its end, for this pipeline."""
