@@ -130,8 +130,8 @@ async def test_instances_that_differ(
     if "model" in differs:
         differs = {"model": str(other_weights(tmp_path))}
 
-    def different(*given: Any, **named: Any) -> list[Setup]:
-        first, *others = make_setups(*given, **named)
+    def different(*given: Any) -> list[Setup]:
+        first, *others = make_setups(*given)
         return [msgspec.structs.replace(first, **differs), *others]
 
     monkeypatch.setattr(trinity.remote.supervisor, "make_setups", different)

@@ -128,8 +128,7 @@ class Pipeline:
         self.slo, self.routing, self._processing = slo, routing, (limits, ignore_generation_config)
         self.hosting = supervisor.check_hosting(hosting, self.instances, processes.supply)
         self.connector = make_connector(connector, verify, hosting)
-        self._process_config = processes
-        self._secret = supervisor.resolve_secret(self.instances, processes.secret)
+        self._process_config, self._secret = processes, supervisor.resolve_secret(self.instances, processes.secret)
         self.trace, self.metrics, self.timeline = Trace(limit=TRACE_ROWS), Metrics(slo), Timeline()
         rest = (cache, observe, transfers or TransferPolicy(), self.connector.shared)
         self._serving_config = loader.ServingConfig(source, dtype, device, slo, budgets, rules, *rest)
@@ -217,10 +216,9 @@ class Pipeline:
             host.start()
 
     async def _start_processes(self) -> None:
-        config, told = self._process_config, (self.connector, str(self.routing))
-        supplied = config.supply is not None
-        setups = supervisor.make_setups(self.instances, self._serving_config, *told, supplied=supplied)
-        given = (supervisor.parse_addresses(self.instances), self._secret, config)
+        routing, supply = str(self.routing), self._process_config.supply
+        setups = supervisor.make_setups(self.instances, self._serving_config, self.connector, routing, supply)
+        given = (supervisor.parse_addresses(self.instances), self._secret, self._process_config)
         self._processes = instance_processes.InstanceSupervisor(self._frontend, self.timeline, *given)
         self._frontend.reached.update(await self._processes.start(setups))
 

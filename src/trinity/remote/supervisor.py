@@ -74,16 +74,15 @@ def make_setups(
     deployment: ServingConfig,
     connector: Connector,
     routing: str,
-    *,
-    supplied: bool = False,
+    supply: Supply | None = None,
 ) -> list[Setup]:
     """Build the setup message of every instance of a pipeline. Raises ``ConfigError`` as ``make_setup`` does.
 
-    ``supplied``: those without an address come from a supply, from any hosts: each is taken to be on its own.
+    Those that come from a ``supply`` may be on any hosts: each is taken to be on its own.
     """
     pipeline = secrets.token_hex(8)
     config = config_digest(deployment.model)
-    addresses = [each.address or (f"tcp:host-of-{each.name}:0" if supplied else None) for each in instances]
+    addresses = [each.address or (f"tcp:host-of-{each.name}:0" if supply is not None else None) for each in instances]
     routes = make_route_configs(connector, addresses)
     tenants = [
         msgspec.structs.replace(describe_tenant(each, deployment.cache), shares=address is None)
