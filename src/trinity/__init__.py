@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from trinity.planner import Plan as Plan
     from trinity.planner import SearchConfig as SearchConfig
     from trinity.preprocess.media_limits import MediaLimits as MediaLimits
+    from trinity.remote.ray_supply import RaySupply as RaySupply
     from trinity.remote.supervisor import ProcessConfig as ProcessConfig
     from trinity.remote.tls import TLSConfig as TLSConfig
     from trinity.request import Media as Media
@@ -75,6 +76,7 @@ _HOMES = {
     "placement": ["Placement"],
     "planner": ["HybridPlanner", "Plan", "SearchConfig"],
     "preprocess.media_limits": ["MediaLimits"],
+    "remote.ray_supply": ["RaySupply"],
     "remote.supervisor": ["ProcessConfig"],
     "remote.tls": ["TLSConfig"],
     "request": ["Media", "Output", "Request", "Sampling", "Structured", "Token"],

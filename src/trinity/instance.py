@@ -11,7 +11,7 @@ from trinity.core.messages import FRONTEND
 from trinity.core.scheduler import BatchRules
 from trinity.errors import ConfigError
 from trinity.errors.arguments import DeviceName, check_arguments
-from trinity.placement import Group
+from trinity.placement import Group, Placement
 from trinity.stages.attention.backends import AUTO, check_name
 from trinity.stages.base import StageFactory
 
@@ -135,6 +135,18 @@ def name_instances(instances: Sequence[Instance]) -> list[Instance]:
     if len(set(names)) != len(names) or FRONTEND in names:
         raise ConfigError(f"every instance needs a name of its own (and not {FRONTEND!r}), got {', '.join(names)}")
     return result
+
+
+GivenPlacement = str | Placement | Sequence[Instance]
+
+
+def list_instances(placement: GivenPlacement) -> list[Instance]:
+    """List the instances of a placement, each with its name. Raises ``ConfigError``."""
+    if isinstance(placement, str):
+        placement = Placement.parse(placement)
+    if isinstance(placement, Placement):
+        return [Instance(roles, name) for name, roles in placement.instances()]
+    return name_instances(placement)
 
 
 if __name__ == "__main__":  # by name: trinity.remote.server imports this module, not the other way round

@@ -97,7 +97,7 @@ def test_direct_dependencies_are_pinned_within_their_bounds() -> None:
 
 
 def test_the_extras_asked_for_are_there() -> None:
-    extras = {"cuda", "nixl", "otel", "plan", "plot", "server", "structured", "ucx"}
+    extras = {"cuda", "nixl", "otel", "plan", "plot", "ray", "server", "structured", "ucx"}
     assert set(PROJECT["project"]["optional-dependencies"]) == extras
     assert set(PROJECT["dependency-groups"]) == {"dev"}
 

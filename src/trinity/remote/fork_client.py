@@ -26,6 +26,7 @@ LAUNCHER_STOP_S = 5.0  # for the launcher to end by itself; a frozen one is kill
 SILENT_S = 2.0  # for the launcher to take an order, from its last word on, while it carries out no other
 TAKEN_POLL_S = 0.05  # at least, between two looks at a launcher that is at work
 LAUNCHER_ENDED = "the launcher of instance processes has ended (see its output above)"
+NEVER_LISTENED = "the instance has ended before it listened (see its output above)"
 Answer = TypeVar("Answer")
 ForkedProcess = tuple[int, concurrent.futures.Future[int]]  # its process number, and its exit code once it has ended
 
@@ -58,6 +59,7 @@ class Launcher:
         self._last_word = time.monotonic()
         self._started: dict[str, concurrent.futures.Future[ForkedProcess]] = {}
         self._exits: dict[int, concurrent.futures.Future[int]] = {}
+        self._addresses: dict[int, concurrent.futures.Future[Address]] = {}
         self._lock = threading.Lock()
         self._reader = threading.Thread(target=self._read, name="trinity-launcher", daemon=True)
         self._reader.start()
@@ -99,6 +101,16 @@ class Launcher:
             started.add_done_callback(_kill)  # nobody else would end it
             raise
         return process, asyncio.wrap_future(exit_code)
+
+    async def find_address(self, process: int) -> Address:
+        """Wait until an instance that it has forked listens; return where: its order may have asked for any free port.
+
+        Raises ``ConfigError`` if it ends before that, ``LauncherSilent`` if that takes too long.
+        """
+        listening = self._addresses.get(process)
+        if listening is None:
+            raise ConfigError(NEVER_LISTENED)
+        return await self._within(listening, "has an instance that did not listen")
 
     async def _until_taken(self, taken: concurrent.futures.Future[None]) -> None:
         """Wait until an order is taken. Raises ``LauncherSilent`` if it is not, and no other is carried out.
@@ -159,6 +171,9 @@ class Launcher:
             started.set_exception(lost)
         for exited in self._exits.values():  # its children die with it
             exited.set_result(-signal.SIGKILL)
+        for listening in self._addresses.values():
+            if not listening.done():
+                listening.set_exception(lost)
         self.ended.set_result(None)
 
     def _hear(self, answer: dict[str, Any]) -> None:
@@ -174,9 +189,16 @@ class Launcher:
         elif "id" in answer:
             self._at_work.discard(answer["id"])
             exit_code = self._exits[answer["process"]] = concurrent.futures.Future()
+            self._addresses.setdefault(answer["process"], concurrent.futures.Future())
             self._started.pop(answer["id"]).set_result((answer["process"], exit_code))
+        elif "listening" in answer:  # which it may say before its launcher has said that it was forked
+            listening = self._addresses.setdefault(answer["process"], concurrent.futures.Future())
+            listening.set_result(Address.parse(answer["listening"]))
         elif "exited" in answer:
             self._exits.pop(answer["exited"]).set_result(answer["status"])
+            listening = self._addresses.pop(answer["exited"])
+            if not listening.done():
+                listening.set_exception(ConfigError(NEVER_LISTENED))
 
     def close(self) -> None:
         """End the launcher and every instance that it forked. Blocks; calling it twice does no harm."""

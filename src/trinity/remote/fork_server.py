@@ -1,8 +1,9 @@
 """Fork server: a process that imports torch once and forks instances, so that each starts in a fraction of a second.
 
 Speaks JSON lines. {"id", "address", "secret", "model", "once", "shared", "tls"} on stdin forks an instance; on stdout
-are {"ready"}, {"taken"} (an order's id), {"id", "process"} or {"id", "error"}, and {"exited", "status"}. Whatever else
-writes to stdout finds stderr there. It ends when stdin ends, and its children with it.
+are {"ready"}, {"taken"} (an order's id), {"id", "process"} or {"id", "error"}, and {"exited", "status"}; an instance
+itself says {"listening", "process"} there, its address. Whatever else writes to stdout finds stderr there. It ends
+when stdin ends, and its children with it.
 """
 
 from __future__ import annotations
@@ -118,7 +119,6 @@ def fork_instance(order: dict[str, Any]) -> int:
         return process
     code = 1
     try:
-        os.close(_answers)
         die_with_parent(launcher)
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -130,13 +130,20 @@ def fork_instance(order: dict[str, Any]) -> int:
         from trinity.remote.tls import TLSConfig
 
         tls = TLSConfig(*order["tls"]) if order.get("tls") else None
-        code = serve_instance(order["address"], bytes.fromhex(order["secret"]), once=order["once"], tls=tls)
+        secret = bytes.fromhex(order["secret"])
+        code = serve_instance(order["address"], secret, say_listening, once=order["once"], tls=tls)
     except BaseException:
         traceback.print_exc()
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
+
+
+def say_listening(bound: object) -> None:
+    """Say where this instance listens, and leave stdout's pipe to the launcher: it must end with that."""
+    write_message({"listening": str(bound), "process": os.getpid()})
+    os.close(_answers)
 
 
 def die_with_parent(parent: int) -> None:

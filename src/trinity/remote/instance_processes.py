@@ -278,7 +278,7 @@ class InstanceSupervisor:
 
     async def _attach(self, client: InstanceClient) -> None:
         setup = client.setup
-        order = InstanceOrder(setup.name, setup.epoch, setup.roles, self._secret, setup.model)
+        order = InstanceOrder(setup.name, setup.epoch, setup.roles, self._secret, setup.model, self._config.tls)
         await client.attach(await self._supply_of(setup.name).begin(order), self._secret)
 
     async def _fence(self, life: tuple[str, int]) -> None:

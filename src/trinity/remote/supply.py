@@ -32,6 +32,7 @@ class InstanceOrder:
     - ``roles``: such as "PD".
     - ``secret``: it must prove that it holds this, on every connection.
     - ``model`` (""): the checkpoint's directory as the pipeline has it; "" for an emulated one.
+    - ``tls`` (None): the pipeline's ``ProcessConfig(tls=...)``, for a channel over TCP.
     """
 
     name: str
@@ -39,6 +40,7 @@ class InstanceOrder:
     roles: str
     secret: bytes = field(repr=False)
     model: str = ""
+    tls: TLSConfig | None = None
 
 
 class InstanceProcess:

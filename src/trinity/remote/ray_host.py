@@ -1,0 +1,145 @@
+"""HostActor: what runs on each of Ray's hosts: one launcher, which forks the instances there.
+
+Ray runs it as an actor, in a process of its own, and runs it again where that is lost, here or on another host. Its
+launcher ends with it, and each instance with the launcher, by the kernel.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import logging
+import os
+import signal
+import socket
+import struct
+import time
+from contextlib import suppress
+from typing import Any
+
+from trinity.errors import ConfigError, TrinityError
+from trinity.remote.channel import Address
+from trinity.remote.fork_client import Launcher
+from trinity.remote.leftovers import make_shared_folder
+from trinity.remote.process_identity import has_ended, read_start
+from trinity.remote.supply import InstanceProcess
+from trinity.remote.tls import TLSConfig
+from trinity.transport.ucx_environment import DEVICES_VARIABLE
+
+logger = logging.getLogger("trinity")
+_END_POLL_S = 0.005
+NEVER = -1  # the epoch before the first
+_GET_ADDRESS, _NAME_BYTES, _REQUEST_BYTES = 0x8915, 15, 256  # SIOCGIFADDR of netdevice(7)
+
+
+class HostActor:
+    """Begins and ends lives of instances on the host where Ray runs it.
+
+    - ``threads``: of each instance's libraries.
+
+    Instances listen at the address that the host has in Ray, and nowhere else. Answers are plain dictionaries, those of
+    a begin that failed {"error", "kind"}: an error of Ray's would be about the actor.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self._address, self._node = find_node()
+        self._launchers: list[Launcher] = []
+        self._lives: dict[tuple[str, int], tuple[Launcher, InstanceProcess]] = {}
+        self._ended: dict[str, int] = {}  # by name: the last epoch that must not begin any more
+        self._shared = make_shared_folder()
+        os.environ["OMP_NUM_THREADS"] = str(threads)  # else Ray's: one for each processor of the bundle
+        device = find_interface(self._address)
+        if device is not None:
+            os.environ.setdefault(DEVICES_VARIABLE, device)
+
+    async def begin(
+        self, name: str, epoch: int, secret: bytes, model: str, tls: tuple[str, str, str] | None
+    ) -> dict[str, Any]:
+        """Begin a life; return its "address", "process", "born" and "node" once it listens."""
+        try:
+            return await self._begin((name, epoch), secret, model, TLSConfig(*tls) if tls is not None else None)
+        except (TrinityError, OSError) as error:
+            kind = "ConfigError" if isinstance(error, ConfigError) else "PeerLost"
+            return {"error": f"{name} on {self._address}: {error}", "kind": kind}
+
+    async def _begin(self, life: tuple[str, int], secret: bytes, model: str, tls: TLSConfig | None) -> dict[str, Any]:
+        if model and not os.path.isdir(model):
+            raise ConfigError(f"there is no model at {model}: every host needs it at the same path")
+        if tls is not None:
+            tls.check()
+        launcher = self._get_launcher(bool(model))
+        shared = str(self._shared.path) if self._shared is not None else ""
+        number, exit_code = await launcher.launch(
+            Address("tcp", host=self._address), secret, model, shared=shared, tls=tls
+        )
+        process = InstanceProcess(number, read_start(number), exit_code)
+        self._lives[life] = launcher, process
+        bound = await launcher.find_address(number) if not self._is_given_up(life) else None
+        if self._is_given_up(life):
+            await self._kill(life)
+            raise ConfigError("it was given up before it listened")
+        return {"address": str(bound), "process": number, "born": process.born, "node": self._node}
+
+    def _is_given_up(self, life: tuple[str, int]) -> bool:
+        return self._ended.get(life[0], NEVER) >= life[1]
+
+    def _get_launcher(self, torch: bool) -> Launcher:
+        """Return a launcher that takes orders; one that is frozen stays until no life of it is left."""
+        if not self._launchers or self._launchers[-1].silent or self._launchers[-1].ended.done():
+            self._launchers.append(Launcher(torch))
+        return self._launchers[-1]
+
+    async def end(self, name: str, epoch: int) -> bool:
+        """End a life, and every older one of that name; False if this actor has never had it."""
+        self._ended[name] = max(epoch, self._ended.get(name, NEVER))
+        mine = [life for life in self._lives if life[0] == name and life[1] <= epoch]
+        for life in mine:
+            await self._kill(life)
+        return (name, epoch) in mine
+
+    async def _kill(self, life: tuple[str, int]) -> None:
+        """End a life; whoever else ends it at the same time may be through first."""
+        launcher, process = self._lives.get(life, (None, None))
+        while process is not None and not process.has_ended():
+            process.kill()
+            await asyncio.sleep(_END_POLL_S)
+        self._lives.pop(life, None)
+        used = [each for each, _ in self._lives.values()]
+        if launcher in self._launchers[:-1] and launcher not in used:
+            self._launchers.remove(launcher)
+            await asyncio.to_thread(launcher.close)
+
+    async def close(self) -> None:
+        """End every instance and launcher, and remove what they have in shared memory."""
+        launchers, self._launchers = self._launchers, []
+        for launcher in launchers:
+            await asyncio.to_thread(launcher.close)
+        if self._shared is not None:
+            self._shared.remove()
+
+
+def find_node() -> tuple[str, str]:
+    """Return the address of the host where Ray runs this process, and Ray's name for it."""
+    import ray
+
+    return str(ray.util.get_node_ip_address()), str(ray.get_runtime_context().get_node_id())
+
+
+def end_process(process: int, born: int | None) -> None:
+    """Kill a process of this host, told from a later one of its number by its start, and wait for its end. Blocks."""
+    while not has_ended(process, born):
+        with suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+        time.sleep(_END_POLL_S)
+
+
+def find_interface(address: str) -> str | None:
+    """Name the network interface that holds a numeric IPv4 address of this host; None for any other."""
+    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        wanted = socket.inet_aton(address)
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):
+                question = struct.pack(f"{_REQUEST_BYTES}s", name.encode()[:_NAME_BYTES])
+                if fcntl.ioctl(asking.fileno(), _GET_ADDRESS, question)[20:24] == wanted:
+                    return name
+    return None
