@@ -151,10 +151,12 @@ def test_documents_link_to_what_is_there_and_name_what_is_there() -> None:
     assert check_docs.problems(ROOT) == []
 
 
+@pytest.mark.slow  # make check runs it too
 def test_imports_keep_to_their_layers() -> None:
     assert check_imports.main(ROOT / "src") == 0
 
 
+@pytest.mark.slow  # make check runs it too
 def test_no_file_and_no_function_is_too_long() -> None:
     assert (
         check_sizes.too_long([path for folder in check_sizes.FOLDERS for path in (ROOT / folder).rglob("*.py")]) == []
