@@ -149,6 +149,18 @@ def test_samples_are_those_of_the_cpu() -> None:
     assert there == [one.token for one in sample(logits, batch(rows))]
 
 
+def test_features_come_to_the_host_as_a_cpu_makes_them() -> None:
+    async def run(device: str) -> list[Tensor]:
+        async with Pipeline(checkpoint("llava"), "1E1PD", device=device, dtype="float32") as pipe:
+            return (await pipe.features(pictures(3))).rows
+
+    there, here = asyncio.run(run(DEVICE)), asyncio.run(run("cpu"))
+    assert len(there) == len(here) > 1
+    for rows, right in zip(there, here, strict=True):
+        assert rows.device.type == "cpu"
+        torch.testing.assert_close(rows, right, rtol=1e-3, atol=1e-3)
+
+
 def test_sampling_waits_for_nothing_and_draws_the_same() -> None:
     """torch raises at each call that would wait; bans, penalties and logprobs are with the cuts."""
     logits = torch.randn(48, 2048, generator=torch.Generator().manual_seed(0)) * 3

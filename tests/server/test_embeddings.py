@@ -12,9 +12,13 @@ from typing import Any
 
 import httpx2
 import openai
+import opentelemetry.propagate  # noqa: F401  (an import that takes long, and not on the loop of a test)
 import pytest
 import torch
 from openai.types import CreateEmbeddingResponse
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 import trinity
 from support.checkpoint_files import checkpoint
@@ -147,6 +151,29 @@ async def test_a_client_that_leaves_ends_it_and_too_many_are_refused(pooling: Pa
                 if 429 in codes:
                     break
         assert codes == {200, 429}
+
+
+@pytest.fixture
+def exporter() -> InMemorySpanExporter:
+    return InMemorySpanExporter()
+
+
+@pytest.fixture
+def provider(exporter: InMemorySpanExporter) -> TracerProvider:
+    made = TracerProvider()
+    made.add_span_processor(SimpleSpanProcessor(exporter))
+    return made
+
+
+async def test_its_trace_has_the_encoders_spans(
+    pooling: Path, provider: TracerProvider, exporter: InMemorySpanExporter
+) -> None:
+    async with serve_model(pooling, "1E1PD", ServerConfig(tracer_provider=provider)) as served:
+        assert (await served.http.post(EMBED, json=ask(DATA))).status_code == 200
+    names = [span.name for span in exporter.get_finished_spans()]
+    assert names == ["encode_queue", "encode", "answer", f"POST {EMBED}"]
+    (answer,) = [span for span in exporter.get_finished_spans() if span.name == "answer"]
+    assert (answer.attributes or {})["gen_ai.response.finish_reasons"] == ("encoded",)
 
 
 def test_which_classes_pool_is_said_by_their_config(pooling: Path) -> None:

@@ -58,6 +58,11 @@ class FeatureStream(Stream):
         super().__init__(host, request)
         self._rows: tuple[torch.Tensor, ...] = ()
 
+    @classmethod
+    def of(cls, stream: Stream) -> FeatureStream:
+        """Ask for the features of the request of a stream that has not begun."""
+        return cls(stream._host, stream.request)
+
     def begin(
         self, processed: ProcessedRequest, make_text: Callable[[tuple[str, ...]], TextStream]
     ) -> ProcessedRequest:
@@ -133,5 +138,4 @@ def make_feature_request(given: Any, fields: Mapping[str, Any]) -> Request:
 async def read_features(host: StreamHost, given: Any, fields: Mapping[str, Any]) -> Features:
     """Serve an encode-only request to its end; see ``Pipeline.features``."""
     async with FeatureStream(host, make_feature_request(given, fields)) as stream:
-        assert isinstance(stream, FeatureStream)
         return await stream.collect_features()

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from itertools import pairwise
 from types import TracebackType
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, Self
 
 import msgspec
 
@@ -101,7 +101,7 @@ class Stream:
         state = begun if self._output is None else self._output.finish_reason
         return f"Stream({self.request.request_id!r}: {len(self._ids)} tokens, {state})"
 
-    async def __aenter__(self) -> Stream:
+    async def __aenter__(self) -> Self:
         if self._entered:
             raise RequestError("a stream can be entered once; get a new one from the pipeline", self.request.request_id)
         self._entered = True

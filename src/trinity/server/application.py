@@ -25,6 +25,7 @@ from starlette.types import Receive, Scope, Send
 
 from trinity.errors import ClosedError, RequestError
 from trinity.pipeline import Pipeline
+from trinity.pipeline.features import FeatureStream
 from trinity.server.chat_reply import ChatReply
 from trinity.server.completion_reply import CompletionReply
 from trinity.server.connection import ClientGone, Exchange, HeldBytes
@@ -171,7 +172,11 @@ class ModelServer:
         check_pooling(self.pipe, name)
         request = complete_request(make_embedding_request(asked), True, self.config.deadline_s)
         async with exchange.until_gone():
-            found = await self.pipe.features(request)
+            async with FeatureStream.of(self.pipe.stream(request)) as stream:
+                try:
+                    found = await stream.collect_features()
+                finally:
+                    exchange.trace.add(stream)
             await exchange.reply(200, write_embedding(found, asked, name))
 
     def _check_served(self, model: str | None) -> str:
