@@ -171,7 +171,8 @@ async def test_its_trace_has_the_encoders_spans(
     async with serve_model(pooling, "1E1PD", ServerConfig(tracer_provider=provider)) as served:
         assert (await served.http.post(EMBED, json=ask(DATA))).status_code == 200
     names = [span.name for span in exporter.get_finished_spans()]
-    assert names == ["encode_queue", "encode", "answer", f"POST {EMBED}"]
+    assert names[-3:] == ["encode", "answer", f"POST {EMBED}"]
+    assert set(names[:-3]) <= {"encode_queue"}, "which takes no time where nobody else waits"
     (answer,) = [span for span in exporter.get_finished_spans() if span.name == "answer"]
     assert (answer.attributes or {})["gen_ai.response.finish_reasons"] == ("encoded",)
 
