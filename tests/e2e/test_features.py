@@ -36,7 +36,7 @@ from trinity.testing.checkpoints import ARCHITECTURES
 
 LIVENESS_S = 60.0
 CAT, COFFEE = PHOTOS / "cat.jpg", PHOTOS / "coffee.jpg"
-QUICK = ("llava", "qwen3_vl", "smolvlm", "gemma3")
+QUICK = ("llava", "qwen3_vl", "smolvlm")
 CACHE = CacheConfig(pools={"image": 64, "kv": 64}, image_block_size=7)
 SEE = [{"role": "user", "content": [{"type": "text", "text": "What?"}, {"type": "image", "image": str(CAT)}]}]
 
@@ -99,7 +99,7 @@ def test_rows_are_to_the_bit_those_of_the_models_class(name: str) -> None:
     served(name, use)
 
 
-@pytest.mark.parametrize("name", QUICK)
+@pytest.mark.parametrize("name", ["llava", "qwen3_vl"])
 def test_kernels_in_place_of_layers_round_otherwise_at_most(name: str) -> None:
     wanted = rows_of(name, [CAT])
 
@@ -111,7 +111,7 @@ def test_kernels_in_place_of_layers_round_otherwise_at_most(name: str) -> None:
 
 
 @pytest.mark.usefixtures("own_layers")
-@pytest.mark.parametrize("placement", ["EPD", "EP+D", "ED+P", "2E1PD"])
+@pytest.mark.parametrize("placement", ["EPD", "ED+P", "2E1PD"])
 def test_any_placement_that_has_an_encoder_gives_them(placement: str) -> None:
     wanted = rows_of("llava", [CAT])
 

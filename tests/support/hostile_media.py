@@ -80,10 +80,13 @@ def list_urls(own: str, outer: PicturePages, inner: PicturePages) -> Iterator[tu
 
 
 async def try_all(served: ServedModel, outer: PicturePages, inner: PicturePages) -> list[Tried]:
-    """Try each URL as an image of a chat and of a response, then bodies of a request that have no end."""
-    found = []
+    """Try each URL as an image of a chat, and the first of each kind in a response; then requests without end."""
+    found: list[Tried] = []
     for what, url in list_urls(served.url, outer, inner):
-        for path, body in ((CHAT, ask_chat(url)), (RESPONSES, ask_response(url))):
+        ways = [(CHAT, ask_chat(url))]
+        if what not in {each.what for each in found}:
+            ways.append((RESPONSES, ask_response(url)))
+        for path, body in ways:
             with rebinding("rebind.test", OUTER, INNER):
                 found.append(await _send(served, what, f"{path.rpartition('/')[2]}: {url}", path, json=body))
     for part in ({"type": "image", "path": "/etc/passwd"}, {"type": "image", "image": "/etc/passwd"}):
