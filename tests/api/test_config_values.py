@@ -28,6 +28,12 @@ def test_sizes_of_caches(fields: dict[str, Any], message: str) -> None:
         trinity.CacheConfig(**fields)
 
 
+@pytest.mark.parametrize("seconds", [-1, float("nan"), "20", None])
+def test_a_launcher_that_waits_for_no_time(seconds: Any) -> None:
+    with pytest.raises(ConfigError, match=r"launcher_waits_s is (a number|.*: give seconds, 0 to wait for no)"):
+        trinity.ProcessConfig(launcher_waits_s=seconds)
+
+
 @pytest.mark.parametrize("silence_s", [0, 1.9, -3, float("nan"), "20", None])
 def test_a_silence_that_is_too_short_or_no_number(silence_s: Any) -> None:
     with pytest.raises(ConfigError, match=r"silence_s is (a number|.*: instances speak every second, give 2)"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -34,7 +34,6 @@ from trinity.core.routing import LeastLoaded, PrefixHits, RoundRobin, Router, Ro
 from trinity.emulation.model import EmulatedRequest
 from trinity.memory.cache_config import CacheConfig
 from trinity.pipeline import Pipeline
-from trinity.remote.supervisor import kept_launcher
 from trinity.testing.virtual import Durations, VirtualCluster, make_settings
 
 
@@ -255,14 +254,8 @@ def test_digests_that_are_no_longer_true_cost_a_hop_and_nothing_else() -> None:
     assert "P0 D0" in found
 
 
-@pytest.fixture(scope="module")
-def launcher() -> Iterator[None]:
-    with kept_launcher():
-        yield
-
-
 @pytest.mark.parametrize("hosting", ["thread", "process"])
-async def test_a_pipeline_finds_an_image_again(hosting: Any, launcher: None) -> None:
+async def test_a_pipeline_finds_an_image_again(hosting: Any) -> None:
     asked = EmulatedRequest(text_tokens=18, image_tokens=(576,), contents=("cat",), max_tokens=4)
     async with Pipeline(MODEL, "E+P+D", hosting=hosting, cache=CacheConfig(pools=POOLS), routing="prefix_hits") as pipe:
         first = await pipe.complete(asked)

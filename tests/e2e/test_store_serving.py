@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,14 +12,7 @@ from trinity.core.messages import IMAGE
 from trinity.emulation.model import EmulatedRequest
 from trinity.memory.cache_config import CacheConfig
 from trinity.pipeline import Pipeline
-from trinity.remote.supervisor import kept_launcher
 from trinity.request import Output
-
-
-@pytest.fixture(scope="module")
-def launcher() -> Iterator[None]:
-    with kept_launcher(torch=False):
-        yield
 
 
 def image_record(output: Output) -> dict[str, Any]:
@@ -29,7 +21,7 @@ def image_record(output: Output) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("settings", [{}, {"hosting": "process"}, {"hosting": "process", "verify": "always"}])
-async def test_a_pipeline_shows_what_came_from_the_store(settings: dict[str, Any], launcher: None) -> None:
+async def test_a_pipeline_shows_what_came_from_the_store(settings: dict[str, Any]) -> None:
     """Each encoder takes its turns: of the two requests at the second one, one is where the first one's image was."""
 
     def asked(text: str, image: str = "cat") -> EmulatedRequest:

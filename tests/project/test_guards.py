@@ -154,6 +154,7 @@ def test_computing_outside_a_loop():
 LEAKS = """
 import asyncio, os, socket, threading
 import pytest
+from support.bare_launchers import BARE, Launcher, take, take_and_leave
 
 STOP = threading.Event()
 
@@ -196,6 +197,13 @@ def test_nothing():
 
 def test_ends_in_time():
     threading.Thread(target=threading.Event().wait, args=(0.05,), name="trinity-slow").start()
+
+def test_launcher_that_waits():
+    Launcher.program = ("-c", BARE)
+    KEPT.append(asyncio.run(take_and_leave()))
+
+def test_launcher_in_use():
+    assert asyncio.run(take()) is KEPT[-1]
 """
 
 OWNED = """
@@ -285,7 +293,7 @@ def test_what_does_not_block_passes(pytester: pytest.Pytester) -> None:
 
 def test_what_a_test_leaves_behind_fails_it(pytester: pytest.Pytester) -> None:
     verdicts = outcomes(pytester, LEAKS)
-    assert failed(verdicts) == {"test_thread", "test_descriptor", "test_task"}, verdicts
+    assert failed(verdicts) == {"test_thread", "test_descriptor", "test_task", "test_launcher_in_use"}, verdicts
 
 
 def test_a_shared_fixture_owns_what_it_starts_until_its_tear_down(pytester: pytest.Pytester) -> None:

@@ -15,7 +15,7 @@ from support.running_instances import LIVENESS_S
 from trinity.errors import ConfigError
 from trinity.remote import fork_client
 from trinity.remote.channel import Address
-from trinity.remote.fork_client import SILENT_S, Launcher, LauncherSilent, get_launcher
+from trinity.remote.fork_client import SILENT_S, Launcher, LauncherSilent, find_kept
 
 NOWHERE = Address("unix", path="nowhere")
 START = """
@@ -32,6 +32,11 @@ FROZEN_AT_WORK = "say(taken=order()); time.sleep(1000)"
 CHATTY = """
 print("a module says hello", flush=True); print("[1, 2]", flush=True)
 one = order(); say(taken=one); say(id=one, process=5_000_000); sys.stdin.readline()
+"""
+
+ENDS_ONE = """
+one = order(); say(taken=one); say(id=one, process=5_000_000)
+two = order(); say(exited=5_000_000, status=0); say(taken=two); say(id=two, process=5_000_001); sys.stdin.readline()
 """
 
 
@@ -62,13 +67,11 @@ async def test_one_that_freezes_at_work_is_given_up_by_all(monkeypatch: pytest.M
     monkeypatch.setattr(fork_client, "INSTANCE_START_S", 1.5)
     async with launcher_of("-c", START + FROZEN_AT_WORK) as launcher, asyncio.timeout(LIVENESS_S):
         monkeypatch.setattr(fork_client, "_kept", [launcher])
-        assert get_launcher(torch=False) == (launcher, False)
+        assert find_kept(torch=False) is launcher
         found = await asyncio.gather(launch(launcher), launch(launcher), return_exceptions=True)
         assert [type(each) for each in found] == [LauncherSilent] * 2
         assert launcher.silent
-        another, own = get_launcher(torch=False)
-        assert own
-        await asyncio.to_thread(another.close)
+        assert find_kept(torch=False) is None
 
 
 async def test_one_whose_only_order_was_given_up_holds_nobody_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,3 +181,12 @@ async def test_a_cancel_that_comes_with_the_answer_ends_the_launch(turns: int) -
         await asyncio.gather(waiting, return_exceptions=True)
     assert waiting.cancelled()
     assert not went_on
+
+
+async def test_given_up_answers_are_nobody_elses_loss() -> None:
+    """At 92ed025 an exit code that nobody awaited any more ended the thread that hears all answers."""
+    async with launcher_of("-c", START + ENDS_ONE) as launcher, asyncio.timeout(LIVENESS_S):
+        _, exit_code = await launch(launcher)
+        exit_code.cancel()
+        await asyncio.sleep(0)
+        assert (await launch(launcher))[0] == 5_000_001

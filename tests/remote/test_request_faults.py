@@ -40,7 +40,6 @@ from trinity.errors import HandshakeError, Overloaded, RequestError, RequestTooL
 from trinity.memory.cache_config import CacheConfig
 from trinity.pipeline import Pipeline
 from trinity.remote import channel as channels
-from trinity.remote.fork_client import kept_launcher
 from trinity.remote.request_faults import encode_all, end_requests, requests_in, requests_of
 from trinity.remote.session import REPORT_BACKLOG, InstanceSession
 from trinity.remote.wire import UnsendableMessage, decode, encode
@@ -227,7 +226,7 @@ def emulated(**named: Any) -> Pipeline:
 async def test_a_request_above_the_limit_ends_alone_before_anything_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     requests = asked()
     large = EmulatedRequest(text_tokens=3400, image_tokens=(576,), max_tokens=2)
-    async with kept_launcher(torch=False), emulated() as pipe, asyncio.timeout(LIVENESS_S):
+    async with emulated() as pipe, asyncio.timeout(LIVENESS_S):
         processes = {name: member.process for name, member in pipe.processes.items()}
         monkeypatch.setattr(channels, "MAX_MESSAGE", 10_000)
         served = asyncio.gather(*(pipe.complete(request) for request in requests))
@@ -243,7 +242,7 @@ async def test_a_request_above_the_limit_ends_alone_before_anything_is_sent(monk
 async def test_a_request_that_no_message_can_hold_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for door in ("trinity.pipeline.frontend_host", "trinity.emulation.processor"):  # as if they had let it through
         monkeypatch.setattr(f"{door}.check_request", lambda request: request)
-    async with kept_launcher(torch=False), emulated() as pipe, asyncio.timeout(LIVENESS_S):
+    async with emulated() as pipe, asyncio.timeout(LIVENESS_S):
         for sampling in (Sampling(seed=2**64), Sampling(top_k=True), Sampling(stop_token_ids=(2**70,))):
             with pytest.raises(RequestError):
                 await pipe.complete(EmulatedRequest(text_tokens=9, max_tokens=2, sampling=sampling))
@@ -254,16 +253,15 @@ async def test_a_request_that_no_message_can_hold_ends_alone(monkeypatch: pytest
 
 async def test_more_bytes_than_may_wait_are_refused_and_nobody_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trinity.preprocess.processor.ProcessedRequest.input_bytes", 100)
-    async with kept_launcher(torch=False):
-        async with emulated(max_waiting_bytes=450) as pipe, asyncio.timeout(LIVENESS_S):
-            requests = [EmulatedRequest(text_tokens=9, max_tokens=9) for _ in range(12)]
-            found = await asyncio.gather(*(pipe.complete(each) for each in requests), return_exceptions=True)
-            refused = [each for each in found if isinstance(each, BaseException)]
-            assert refused
-            assert all(isinstance(each, Overloaded) and "max_waiting_bytes" in str(each) for each in refused)
-            assert len(found) - len(refused) >= 4
-            await pipe.wait_idle()
-            assert pipe._frontend.core.waiting_bytes == 0
-        async with emulated(max_waiting_bytes=99) as pipe, asyncio.timeout(LIVENESS_S):
-            with pytest.raises(RequestTooLarge, match="max_waiting_bytes"):
-                await pipe.complete(requests[0])
+    async with emulated(max_waiting_bytes=450) as pipe, asyncio.timeout(LIVENESS_S):
+        requests = [EmulatedRequest(text_tokens=9, max_tokens=9) for _ in range(12)]
+        found = await asyncio.gather(*(pipe.complete(each) for each in requests), return_exceptions=True)
+        refused = [each for each in found if isinstance(each, BaseException)]
+        assert refused
+        assert all(isinstance(each, Overloaded) and "max_waiting_bytes" in str(each) for each in refused)
+        assert len(found) - len(refused) >= 4
+        await pipe.wait_idle()
+        assert pipe._frontend.core.waiting_bytes == 0
+    async with emulated(max_waiting_bytes=99) as pipe, asyncio.timeout(LIVENESS_S):
+        with pytest.raises(RequestTooLarge, match="max_waiting_bytes"):
+            await pipe.complete(requests[0])

@@ -23,7 +23,7 @@ from trinity.errors import ConfigError
 from trinity.instance import Instance, check_core_numbers, split_cores
 from trinity.memory.cache_config import CacheConfig
 from trinity.pipeline import Pipeline
-from trinity.remote.fork_client import Launcher, kept_launcher
+from trinity.remote.fork_client import Launcher
 from trinity.runtime import cpu_affinity
 from trinity.runtime.cpu_affinity import check_cores, pin_process
 from trinity.runtime.lane import Lane
@@ -42,18 +42,6 @@ def known() -> None:
     """What the model's own generate() answers takes seconds, which is not for an event loop."""
     all_tokens()
     wanted()
-
-
-@pytest.fixture(scope="module")
-def launcher() -> Iterator[Launcher]:
-    with kept_launcher() as kept:
-        yield kept
-
-
-@pytest.fixture(scope="module")
-def waiting() -> Iterator[Launcher]:
-    with kept_launcher(torch=False) as kept:
-        yield kept
 
 
 @cache
@@ -230,7 +218,7 @@ async def test_a_core_that_is_not_there_ends_the_start() -> None:
 
 
 @two_cores
-async def test_processes_are_pinned_whole(waiting: Launcher) -> None:
+async def test_processes_are_pinned_whole() -> None:
     paced = EmulatedModel(shape=LLAVA_15_7B, cost=LinearCost(), scale=64)
     placed = [Instance("EP", cores=(CORES[0],)), Instance("D", cores=(CORES[1],))]
     async with Pipeline(paced, placed, hosting="process", cache=CacheConfig(pools={"image": 4, "kv": 256})) as pipe:
@@ -243,8 +231,8 @@ async def test_processes_are_pinned_whole(waiting: Launcher) -> None:
 
 
 @two_cores
-async def test_one_started_by_hand_is_pinned_while_it_serves_and_free_afterwards(launcher: Launcher) -> None:
-    async with by_hand(launcher, tcp()) as (one,):
+async def test_one_started_by_hand_is_pinned_while_it_serves_and_free_afterwards(torch_launcher: Launcher) -> None:
+    async with by_hand(torch_launcher, tcp()) as (one,):
         async with pipeline(one.instance("EPD", cores=(CORES[1],))) as pipe:
             assert (await pipe.complete(request())).token_ids == wanted()
             assert set(map(frozenset, affinities(one.process).values())) == {frozenset({CORES[1]})}

@@ -2,7 +2,8 @@
 
 The rule: what appears while a fixture of class, module, package or session scope is set up belongs to that fixture,
 and so does what appears in a test that uses such an owner (a pipeline shared by many tests may grow a lane). It
-must be gone when the owner is torn down. Everything else must be gone when its test's tear-down ends.
+must be gone when the owner is torn down. Everything else must be gone when its test's tear-down ends. What a program
+keeps on purpose, a launcher that waits for the next pipeline, does not count: the next test may have it.
 Threads count where their name starts with "trinity"; descriptors where they are sockets, pipes, event
 descriptors or shared memory.
 """
@@ -14,9 +15,11 @@ import gc
 import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Generator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -28,17 +31,18 @@ Mark = frozenset[str]
 
 
 def _threads() -> set[str]:
-    return {f"thread {t.name} ({t.ident})" for t in threading.enumerate() if t.name.startswith("trinity")}
+    alive = set(threading.enumerate()) - {each._reader for each in _waiting_launchers()}
+    return {f"thread {t.name} ({t.ident})" for t in alive if t.name.startswith("trinity")}
 
 
 def _descriptors() -> set[str]:
-    found = set()
+    found, kept = set(), _of_python() | _of_waiting_launchers()
     for number in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
         try:
             target = os.readlink(f"/proc/self/fd/{number}")
         except OSError:  # the listing's own descriptor
             continue
-        if target.startswith(KINDS) and int(number) not in _of_python():
+        if target.startswith(KINDS) and int(number) not in kept:
             found.add(f"descriptor {number} -> {target}")
     return found
 
@@ -48,6 +52,19 @@ def _of_python() -> set[int | None]:
     tracker: Any = vars(multiprocessing.resource_tracker)["_resource_tracker"]
     server: Any = vars(multiprocessing.forkserver)["_forkserver"]
     return {tracker._fd, server._forkserver_alive_fd}
+
+
+def _waiting_launchers() -> list[Any]:
+    module: Any = sys.modules.get("trinity.remote.warm_launchers")
+    return list(module._idle.values()) if module is not None else []
+
+
+def _of_waiting_launchers() -> set[int | None]:
+    found = set()
+    for each in _waiting_launchers():
+        with suppress(ValueError):  # it ends just now
+            found |= {each._process.stdin.fileno(), each._process.stdout.fileno()}
+    return found
 
 
 def snapshot() -> Mark:

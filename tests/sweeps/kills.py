@@ -138,7 +138,8 @@ def send(process: int, number: signal.Signals) -> None:
 def launcher_of(pipe: Pipeline) -> Launcher | None:
     assert pipe._processes is not None
     known = pipe._processes.forks.launchers.get(pipe._processes.core.launcher)
-    return known[0] if known is not None else None
+    found = known.result() if known is not None and known.done() else None
+    return found[0] if found is not None else None
 
 
 async def strike(pipe: Pipeline, kind: str, draw: random.Random) -> None:

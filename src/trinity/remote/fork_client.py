@@ -12,17 +12,21 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TypeVar
 
 from trinity.errors import ConfigError, PeerLost
 from trinity.remote.channel import Address
+from trinity.remote.process_identity import describe_inheritance
 from trinity.remote.tls import TLSConfig
 
 logger = logging.getLogger("trinity")
 INSTANCE_START_S = 120.0  # for an instance to import, load weights and profile budgets
 INSTANCE_STOP_S = 30.0  # for an instance to end
 LAUNCHER_STOP_S = 5.0  # for the launcher to end by itself; a frozen one is killed
+REAP_S = 1.0  # for the launcher to say that the instances of a pipeline have ended, after they have
+REAP_POLL_S = 0.002
 SILENT_S = 2.0  # for the launcher to take an order, from its last word on, while it carries out no other
 TAKEN_POLL_S = 0.05  # at least, between two looks at a launcher that is at work
 LAUNCHER_ENDED = "the launcher of instance processes has ended (see its output above)"
@@ -36,10 +40,12 @@ class LauncherSilent(PeerLost):
 
 
 class Launcher:
-    """The fork server's process. A pipeline starts its own, or shares the one of ``kept_launcher``.
+    """The fork server's process. A pipeline has one to itself, or shares the one of ``kept_launcher``.
 
     - ``torch`` (True): import torch and the stages once, which takes seconds; emulated instances need neither.
     - ``ended``: done once its process has ended. ``silent``: it takes no orders, and is given no more.
+    - ``parent``: the process that started it; a copy of that, made by ``fork``, cannot hear its answers.
+    - ``inherited``: what it has from the program, as that was when it was started.
     """
 
     program: tuple[str, ...] = ("-m", "trinity.remote.fork_server")
@@ -49,8 +55,10 @@ class Launcher:
         environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
         environment.setdefault("OMP_NUM_THREADS", "1")
         environment.setdefault("OPENBLAS_NUM_THREADS", "1")
-        command = [sys.executable, *self.program, *([] if torch else ["--paced"])]
+        self.parent = os.getpid()
+        command = [sys.executable, *self.program, str(self.parent), *([] if torch else ["--paced"])]
         pipe = subprocess.PIPE
+        self.inherited = describe_inheritance()
         self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment)
         self.ended, self.silent = concurrent.futures.Future[None](), False
         self._ready = concurrent.futures.Future[None]()
@@ -61,6 +69,7 @@ class Launcher:
         self._exits: dict[int, concurrent.futures.Future[int]] = {}
         self._addresses: dict[int, concurrent.futures.Future[Address]] = {}
         self._lock = threading.Lock()
+        self._on_idle: Callable[[Launcher], None] = lambda launcher: None
         self._reader = threading.Thread(target=self._read, name="trinity-launcher", daemon=True)
         self._reader.start()
 
@@ -163,51 +172,100 @@ class Launcher:
             except (ValueError, KeyError, TypeError):  # printed by what it imports before it speaks
                 logger.warning("the launcher of instance processes printed %r", line)
         lost = ConfigError(LAUNCHER_ENDED)
-        if not self._ready.done():
-            self._ready.set_exception(lost)
-        for untaken in self._untaken.values():
-            untaken.set_exception(lost)
-        for started in list(self._started.values()):
-            started.set_exception(lost)
-        for exited in self._exits.values():  # its children die with it
-            exited.set_result(-signal.SIGKILL)
-        for listening in self._addresses.values():
-            if not listening.done():
-                listening.set_exception(lost)
+        waiting: list[concurrent.futures.Future[Any]] = [self._ready, *self._untaken.values(), *self._started.values()]
+        for waits in (*waiting, *self._addresses.values()):
+            _settle(waits, lost)
+        for exited in list(self._exits.values()):  # its children die with it
+            _settle(exited, -signal.SIGKILL)
         self.ended.set_result(None)
+        self._on_idle(self)
 
     def _hear(self, answer: dict[str, Any]) -> None:
         if "ready" in answer:
-            self._ready.set_result(None)
+            _settle(self._ready, None)
         elif "taken" in answer:
             self._at_work.add(answer["taken"])
-            self._untaken.pop(answer["taken"]).set_result(None)
+            _settle(self._untaken.pop(answer["taken"]), None)
         elif "error" in answer:
             self._at_work.discard(answer["id"])
             text = f"the launcher of instance processes cannot fork another: {answer['error']}"
-            self._started.pop(answer["id"]).set_exception(ConfigError(text))
+            _settle(self._started.pop(answer["id"]), ConfigError(text))
         elif "id" in answer:
             self._at_work.discard(answer["id"])
             exit_code = self._exits[answer["process"]] = concurrent.futures.Future()
             self._addresses.setdefault(answer["process"], concurrent.futures.Future())
-            self._started.pop(answer["id"]).set_result((answer["process"], exit_code))
+            _settle(self._started.pop(answer["id"]), (answer["process"], exit_code))
         elif "listening" in answer:  # which it may say before its launcher has said that it was forked
             listening = self._addresses.setdefault(answer["process"], concurrent.futures.Future())
-            listening.set_result(Address.parse(answer["listening"]))
+            _settle(listening, Address.parse(answer["listening"]))
         elif "exited" in answer:
-            self._exits.pop(answer["exited"]).set_result(answer["status"])
-            listening = self._addresses.pop(answer["exited"])
-            if not listening.done():
-                listening.set_exception(ConfigError(NEVER_LISTENED))
+            _settle(self._exits.pop(answer["exited"]), answer["status"])
+            _settle(self._addresses.pop(answer["exited"]), ConfigError(NEVER_LISTENED))
+        elif "awake" in answer:
+            _settle(self._untaken.pop(answer["awake"]), None)
+        elif "idle" in answer:
+            self._on_idle(self)
+
+    # ------------------------------------------------------------ between two pipelines
+
+    def is_fit(self) -> bool:
+        """Tell if it could serve another pipeline: it answers, and nothing of the last one is left. Blocks."""
+        until = time.monotonic() + REAP_S
+        while self._is_at_work() and not self._is_over() and time.monotonic() < until:
+            time.sleep(REAP_POLL_S)
+        return not (self._is_over() or self._is_at_work())
+
+    def _is_over(self) -> bool:
+        return self.silent or self.ended.done()
+
+    def _is_at_work(self) -> bool:
+        return bool(self._untaken or self._started or self._at_work or self._exits)
+
+    def rest(self, seconds: float, on_idle: Callable[[Launcher], None]) -> None:
+        """Have ``on_idle`` called, on a thread of its own, after ``seconds`` without an order, or when it has ended.
+
+        Raises ``ConfigError`` if it has ended already.
+        """
+        self._on_idle = on_idle
+        self._write({"rest": seconds})
+
+    async def wakes(self) -> bool:
+        """Ask it whether it takes orders after a rest; False if it has ended or is frozen.
+
+        One that has not even begun, as its pipeline was given up at once, is not asked: its first order waits for that.
+        """
+        if not self._ready.done():
+            return not self._is_over()
+        mark = os.urandom(8).hex()
+        awake = self._untaken[mark] = concurrent.futures.Future()
+        try:
+            self._write({"wake": mark})
+            async with asyncio.timeout(SILENT_S):
+                await _shielded(awake)
+        except (TimeoutError, ConfigError):
+            self.silent = True
+            return False
+        return True
+
+    def dismiss(self) -> None:
+        """End it as ``close`` does, and do not wait for that."""
+        threading.Thread(target=self.close, name="trinity-launcher-end", daemon=True).start()
 
     def close(self) -> None:
-        """End the launcher and every instance that it forked. Blocks; calling it twice does no harm."""
+        """End the launcher and every instance that it forked. Blocks; calling it twice does no harm.
+
+        It is told to: a copy that the program has forked holds its stdin open. One that imports still is killed.
+        """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        with suppress(OSError):  # unsent orders, if it has ended
+        begun = self._ready.done() and self._ready.exception() is None
+        with suppress(ConfigError, OSError, ValueError):  # unsent orders, if it has ended; closed by the first call
+            if begun and not self.silent:
+                self._write({"end": True})
+        with suppress(OSError):
             self._process.stdin.close()
         try:
-            self._process.wait(0.0 if self.silent else LAUNCHER_STOP_S)
+            self._process.wait(LAUNCHER_STOP_S if begun and not self.silent else 0.0)
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
@@ -220,6 +278,15 @@ def _shielded(answer: concurrent.futures.Future[Answer]) -> asyncio.Future[Answe
     wrapped = asyncio.wrap_future(answer)
     wrapped.add_done_callback(lambda done: done.cancelled() or done.exception())
     return asyncio.shield(wrapped)
+
+
+def _settle(waits: concurrent.futures.Future[Any], answer: object) -> None:
+    """Give an answer, or an error, to who waits for it; who has given up, on whichever thread, gets none."""
+    with suppress(concurrent.futures.InvalidStateError):
+        if isinstance(answer, Exception):
+            waits.set_exception(answer)
+        else:
+            waits.set_result(answer)
 
 
 def _kill(started: concurrent.futures.Future[ForkedProcess]) -> None:
@@ -258,7 +325,8 @@ def kept_launcher(torch: bool = True) -> KeptLauncher:
     return KeptLauncher(torch)
 
 
-def get_launcher(torch: bool = True) -> tuple[Launcher, bool]:
-    """Return the launcher of an open ``kept_launcher`` and False, or a new one and True: the caller closes it."""
-    kept = [each for each in _kept if each.torch is torch and not each.silent and not each.ended.done()]
-    return (kept[-1], False) if kept else (Launcher(torch), True)
+def find_kept(torch: bool = True) -> Launcher | None:
+    """Return the launcher of an open ``kept_launcher`` if it takes orders."""
+    own = [each for each in _kept if each.torch is torch and each.parent == os.getpid()]
+    kept = [each for each in own if not each.silent and not each.ended.done()]
+    return kept[-1] if kept else None

@@ -2,19 +2,24 @@
 
 Speaks JSON lines. {"id", "address", "secret", "model", "once", "shared", "tls"} on stdin forks an instance; on stdout
 are {"ready"}, {"taken"} (an order's id), {"id", "process"} or {"id", "error"}, and {"exited", "status"}; an instance
-itself says {"listening", "process"} there, its address. Whatever else writes to stdout finds stderr there. It ends
-when stdin ends, and its children with it.
+itself says {"listening", "process"} there, its address. Between two pipelines of its program, {"rest"} (seconds) has it
+say {"idle"} after so long without an order, and {"wake"} (a mark) is answered by {"awake"}. Whatever else writes to
+stdout finds stderr there. It ends when stdin or its program does, or it is told {"end"}, and its children with it; so
+it does in place of a rest, if it is no more as it began.
 """
 
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import json
+import math
 import os
 import select
 import signal
 import sys
+import time
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,42 +27,95 @@ from typing import Any
 
 PR_SET_PDEATHSIG = 1
 PACED_MODULES = ("trinity.remote.server",)
+LOOK_S = 5.0  # between two looks at whether its program is there
 MODEL_MODULES = ("torch", "transformers", *PACED_MODULES, "trinity.stages.language", "trinity.stages.encode")
 _preloaded: set[str] = set()
 _answers = 1  # descriptor of the answers
 
 
 def main() -> None:
-    """Fork an instance for every order on stdin, and report those that end, until stdin ends."""
+    """Fork an instance for every order on stdin, and report those that end, until stdin or the program ends.
+
+    The number among the arguments is the program's process: it may have ended before this one looks for its parent.
+    """
+    program = next(int(each) for each in sys.argv[1:] if each.isdigit())
     keep_answers()
+    gc.disable()  # modules stay: looking through them again and again is a tenth of the time that imports take
     preload(PACED_MODULES if "--paced" in sys.argv else MODEL_MODULES)
-    wake_read, wake_write = os.pipe()
-    for end in (wake_read, wake_write):
-        os.set_blocking(end, False)
-    signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
-    signal.signal(signal.SIGCHLD, lambda number, frame: None)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends what it started
+    gc.freeze()
+    gc.enable()
+    ended, bequest = watch_children(), describe_bequest()
     write_message({"ready": os.getpid()})
     children: set[int] = set()
-    pending = b""
-    while True:
-        ready, _, _ = select.select([0, wake_read], [], [])
-        if wake_read in ready:
+    pending, rested = b"", math.inf
+    while has_parent(program):  # its stdin may be held open by a copy of the program, which that has forked
+        wait_s = max(0.0, min(LOOK_S, rested - time.monotonic()))
+        ready, _, _ = select.select([0, ended], [], [], wait_s)
+        if ended in ready:
             with contextlib.suppress(BlockingIOError):
-                os.read(wake_read, 4096)
+                os.read(ended, 4096)
             reap_children(children)
         if 0 in ready:
             data = os.read(0, 65536)
             if not data:
-                return end_all(children)
+                break
             *lines, pending = (pending + data).split(b"\n")
-            for line in lines:
-                order = json.loads(line)
-                write_message({"taken": order["id"]})
-                preload_model(order["model"])
-                process = fork_instance(order)
-                if process:
-                    children.add(process)
+            orders = [json.loads(line) for line in lines]
+            for order in orders:
+                rested = carry_out(order, children)
+            if any("end" in each or ("rest" in each and describe_bequest() != bequest) for each in orders):
+                break
+        elif time.monotonic() >= rested:
+            rested = math.inf
+            write_message({"idle": os.getpid()})
+    end_all(children)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # torch would take a third of a second to end in order
+
+
+def has_parent(program: int) -> bool:
+    """Tell if the program is there still; out of its sight, in a PID namespace below its own, nobody can."""
+    return os.getppid() in (program, 0)
+
+
+def describe_bequest() -> tuple[object, ...]:
+    """Describe what a fork of this process would have from it, beside its modules: what imports may have changed.
+
+    A thread, or a context on a device (which has threads and open files), makes each fork of it useless.
+    """
+    from trinity.remote.process_identity import describe_inheritance
+
+    threads, files = (sorted(os.listdir(f"/proc/self/{kind}")) for kind in ("task", "fd"))
+    return len(threads), files, describe_inheritance()
+
+
+def watch_children() -> int:
+    """Return a descriptor that can be read once a child has ended; signals of the terminal are for the program."""
+    ended, end = os.pipe()
+    for each in (ended, end):
+        os.set_blocking(each, False)
+    signal.set_wakeup_fd(end, warn_on_full_buffer=False)
+    signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends what it started
+    return ended
+
+
+def carry_out(order: dict[str, Any], children: set[int]) -> float:
+    """Carry out an order; return when it will have rested, on the monotonic clock."""
+    if "end" in order:
+        return math.inf
+    if "rest" in order:
+        return time.monotonic() + float(order["rest"])
+    if "wake" in order:
+        write_message({"awake": order["wake"]})
+        return math.inf
+    write_message({"taken": order["id"]})
+    preload_model(order["model"])
+    process = fork_instance(order)
+    if process:
+        children.add(process)
+    return math.inf
 
 
 def keep_answers() -> None:
@@ -120,6 +178,8 @@ def fork_instance(order: dict[str, Any]) -> int:
     code = 1
     try:
         die_with_parent(launcher)
+        gc.freeze()
+        importlib.invalidate_caches()  # what has been installed since this launcher began is found
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         null = os.open(os.devnull, os.O_RDONLY)

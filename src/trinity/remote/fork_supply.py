@@ -9,10 +9,11 @@ from pathlib import Path
 
 from trinity.errors import ConfigError
 from trinity.remote.channel import Address
-from trinity.remote.fork_client import LAUNCHER_ENDED, Launcher, get_launcher
+from trinity.remote.fork_client import LAUNCHER_ENDED, Launcher
 from trinity.remote.process_identity import read_start
 from trinity.remote.supply import InstanceOrder, InstancePlace, InstanceProcess
 from trinity.remote.tls import TLSConfig
+from trinity.remote.warm_launchers import LAUNCHER_WAITS_S, leave_launcher, take_launcher
 
 logger = logging.getLogger("trinity")
 END_POLL_S = 0.005
@@ -23,6 +24,7 @@ class ForkSupply:
 
     - ``folder``: of the socket files. ``shared`` (""): folder for what UCX keeps in shared memory.
     - ``tls`` (None): with which its instances reach those on TCP.
+    - ``waits_s`` (seconds, 120): how long a launcher waits for another pipeline of this program; 0: it ends.
     - ``on_gone`` (None): called with the number of a launcher that has ended by itself, or could not be started.
 
     A life is begun by the launcher that was opened last. Raises ``LauncherSilent`` where that takes no orders: then
@@ -35,27 +37,36 @@ class ForkSupply:
         *,
         shared: str = "",
         tls: TLSConfig | None = None,
+        waits_s: float = LAUNCHER_WAITS_S,
         on_gone: Callable[[int], None] | None = None,
     ) -> None:
-        self._folder, self._shared, self._tls = folder, shared, tls
+        self._folder, self._shared, self._tls, self._waits_s = folder, shared, tls, waits_s
         self._on_gone = on_gone or (lambda number: None)
-        self.launchers: dict[int, tuple[Launcher, bool]] = {}  # and whether it is ours to end
+        self.launchers: dict[int, asyncio.Task[tuple[Launcher, bool] | None]] = {}  # and whether it is ours to leave
         self._watches: set[asyncio.Task[None]] = set()
         self._processes: dict[tuple[str, int], InstanceProcess] = {}
 
     # ------------------------------------------------------------ launchers
 
     def open_launcher(self, number: int, torch: bool = True) -> None:
-        """Start a launcher under a number that is larger than those before. ``torch``: as ``Launcher`` has it."""
+        """Start a launcher, or take one that waits, under a number that is larger than those before.
+
+        ``torch``: as ``Launcher`` has it.
+        """
+        loop = asyncio.get_running_loop()  # never cancelled: a launcher that nobody holds would be left behind
+        self.launchers[number] = loop.create_task(self._get_launcher(number, torch))
+
+    async def _get_launcher(self, number: int, torch: bool) -> tuple[Launcher, bool] | None:
         try:
-            launcher, own = get_launcher(torch)
+            found = await take_launcher(torch)
         except OSError as error:
             logger.error("a launcher of instance processes could not be started: %s", error)
-            return self._on_gone(number)
-        self.launchers[number] = (launcher, own)
-        watch = asyncio.get_running_loop().create_task(self._await_end(number, launcher))
+            self._on_gone(number)
+            return None
+        watch = asyncio.get_running_loop().create_task(self._await_end(number, found[0]))
         self._watches.add(watch)
         watch.add_done_callback(self._watches.discard)
+        return found
 
     async def _await_end(self, number: int, launcher: Launcher) -> None:
         await asyncio.shield(asyncio.wrap_future(launcher.ended))
@@ -64,20 +75,21 @@ class ForkSupply:
             self._on_gone(number)
 
     async def end_launcher(self, number: int) -> None:
-        """End a launcher with what it has begun, unless it is kept by somebody else. Takes a moment."""
-        launcher, own = self.launchers.pop(number, (None, False))
-        if launcher is not None and own:
-            await asyncio.to_thread(launcher.close)
+        """Leave a launcher to the next pipeline, or end it with what it has begun. Takes a moment."""
+        getting = self.launchers.pop(number, None)
+        found = await getting if getting is not None else None
+        if found is not None and found[1]:
+            await asyncio.to_thread(leave_launcher, found[0], self._waits_s)
 
     # ------------------------------------------------------------ lives
 
     async def begin(self, order: InstanceOrder) -> InstancePlace:
         newest = max(self.launchers, default=None)
-        if newest is None:
+        found = await asyncio.shield(self.launchers[newest]) if newest is not None else None
+        if found is None:
             raise ConfigError(LAUNCHER_ENDED)
-        launcher, _ = self.launchers[newest]
         address = Address("unix", path=str(self._folder / f"{order.name}-{order.epoch}.sock"))
-        number, exit_code = await launcher.launch(
+        number, exit_code = await found[0].launch(
             address, order.secret, order.model, shared=self._shared, tls=self._tls
         )
         process = InstanceProcess(number, read_start(number), exit_code)

@@ -80,7 +80,10 @@ class InstanceSupervisor:
         self._shelf: WeightShelf | None = None
         shared = str(self._shared.path) if self._shared is not None else ""
         tls = self._config.tls
-        self.forks = ForkSupply(self._folder.path, shared=shared, tls=tls, on_gone=self._hear_launcher_gone)
+        # What has passed on a secret that opens others' instances must not fork those of another pipeline.
+        waits_s = self._config.launcher_waits_s if secret is None else 0.0
+        forking: dict[str, Any] = {"shared": shared, "tls": tls, "waits_s": waits_s}
+        self.forks = ForkSupply(self._folder.path, **forking, on_gone=self._hear_launcher_gone)
         self._attached = AttachedSupply(addresses, tls)
         self.members: dict[str, InstanceClient] = {}
         self.core = SupervisorCore([])

@@ -26,6 +26,7 @@ from trinity.remote.supervisor_messages import (
 )
 from trinity.remote.supply import Supply
 from trinity.remote.tls import TLSConfig
+from trinity.remote.warm_launchers import LAUNCHER_WAITS_S
 from trinity.remote.wire import RouteConfig, Setup
 from trinity.runtime.loader import ServingConfig, config_digest, describe_tenant
 from trinity.transport.auto import pick_scheme
@@ -47,9 +48,12 @@ class ProcessConfig:
     - ``silence_s`` (seconds, 20): a process that says nothing for longer is restarted. Requests go past it after two.
     - ``supply`` (None): where instances without an address come from; None forks them on this host. Those of any other
       may be on other hosts, and move blocks by a transport that leaves theirs. It is closed with the pipeline.
+    - ``launcher_waits_s`` (seconds, 120): the process that forks instances, with torch in it, waits so long for the
+      program's next pipeline, unless a ``secret`` was given; 0 ends it with its own.
     - ``on_change`` (None): called with the ``InstanceHealth`` of an instance whose state has changed.
 
-    Raises ``ConfigError`` for a silence shorter than an instance's own pauses, and for certificates that would not do.
+    Raises ``ConfigError`` for a silence shorter than an instance's own pauses, a wait that is none, and for
+    certificates that would not do.
     """
 
     secret: str | None = field(default=None, repr=False)
@@ -57,6 +61,7 @@ class ProcessConfig:
     on_change: Callable[[InstanceHealth], None] | None = None
     tls: TLSConfig | None = None
     supply: Supply | None = None
+    launcher_waits_s: float = LAUNCHER_WAITS_S
 
     def __post_init__(self) -> None:
         if self.secret is not None:
@@ -67,6 +72,8 @@ class ProcessConfig:
             raise ConfigError(
                 f"silence_s is {self.silence_s!r}: instances speak every second, give {SHORTEST_SILENCE_S} or more"
             )
+        if not self.launcher_waits_s >= 0:
+            raise ConfigError(f"launcher_waits_s is {self.launcher_waits_s!r}: give seconds, 0 to wait for no pipeline")
 
 
 def make_setups(
