@@ -7,21 +7,21 @@ import secrets
 from contextlib import aclosing, suppress
 from html import escape
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 
 from trinity.errors import ConfigError
+from trinity.errors.arguments import Positive, check_arguments
 from trinity.pipeline.live_feed import LiveFeed
 from trinity.pipeline.live_page import embed_snapshot
 from trinity.pipeline.live_snapshot import take_snapshot
-
-if TYPE_CHECKING:
-    from trinity.pipeline.pipeline import Pipeline
+from trinity.pipeline.pipeline import Pipeline
 
 HEIGHT = 720  # pixels of the frame
 
 
+@check_arguments
 class LiveView:
     """A pipeline as the live page shows it, in a notebook: the value of a cell, or ``await view.follow()``.
 
@@ -29,9 +29,10 @@ class LiveView:
     - ``every_s`` (s, 0.5): from one snapshot to the next.
 
     The value of a cell shows one snapshot. The page is in a frame that may run its own script and reach nothing.
+    Raises ``ConfigError`` for what is no pipeline or no time.
     """
 
-    def __init__(self, pipe: Pipeline, every_s: float = 0.5) -> None:
+    def __init__(self, pipe: Pipeline, every_s: Positive = 0.5) -> None:
         self._pipe, self._every_s = pipe, every_s
         self.frame = f"trinity-live-{secrets.token_hex(6)}"
 
