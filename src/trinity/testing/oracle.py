@@ -107,7 +107,7 @@ class Oracle:
 
         Returns [visual tokens, hidden * (1 + deepstack)]: of deepstack's layers, each has columns of its own.
         """
-        method = self._model.get_image_features
+        method = self._model.base_model.get_image_features  # the outer class may pass on whatever it is given
         inputs, named = self.inputs(request), inspect.signature(method).parameters
         with torch.inference_mode():
             found = method(**{name: value for name, value in inputs.items() if name in named}, return_dict=True)
