@@ -197,6 +197,20 @@ async def test_lives_on_a_host_listen_where_it_says_and_end(monkeypatch: pytest.
     assert has_ended(answers[1]["process"], answers[1]["born"])
 
 
+async def test_a_life_of_an_actor_before_is_found_by_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    sleeping = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
+    born = read_start(sleeping.pid)
+    try:
+        async with actor(monkeypatch) as one, asyncio.timeout(LIVENESS_S):
+            assert not await one.end("P0", 0, sleeping.pid, born, "another node")
+            assert sleeping.poll() is None
+            assert await one.end("P0", 0, sleeping.pid, born, "node")
+        assert sleeping.wait(LIVENESS_S) == -9
+    finally:
+        sleeping.kill()
+        sleeping.wait()
+
+
 async def test_a_begin_that_comes_after_its_end_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Orders that a lost actor left unanswered reach the next one, whatever has been decided meanwhile."""
     async with actor(monkeypatch) as one, asyncio.timeout(LIVENESS_S):

@@ -260,6 +260,7 @@ THREADS: dict[tuple[str, str], Any] = {
     ("remote/ray_driver.py", "_fence"): NONE,
     ("remote/ray_driver.py", "ray.shutdown"): NONE,
     ("remote/ray_driver.py", "remove_placement_group"): NONE,
+    ("remote/ray_host.py", "end_process"): NONE,
     ("remote/ray_host.py", "launcher.close"): NONE,
     ("remote/session.py", "identify_model"): NONE,
     ("remote/session.py", "known_whole_digest"): NONE,

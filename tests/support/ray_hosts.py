@@ -57,7 +57,7 @@ class RayHosts:
             node.close()
         self.start()
 
-    def run(self, model: Path, tls: Sequence[str]) -> None:
+    def run(self, model: Path | str, tls: Sequence[str]) -> None:
         known = {**os.environ, **ENVIRONMENT, "PYTHONPATH": paths.PYTHON_PATH}
         known |= {"UCX_NET_DEVICES": self.hosts[0].device}
         words = [str(PROGRAM), self.cluster.address, str(model), str(PHOTOS[0]), *tls]

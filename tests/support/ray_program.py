@@ -2,8 +2,9 @@
 
     python ray_program.py ADDRESS MODEL PHOTO CERTIFICATE KEY AUTHORITY
 
-Of each line of stdin it makes one line of JSON: what has ended since the last. "up": first wait until every instance is
-up and answers have come after that. "on": at once. It ends when stdin does.
+MODEL may be "emulated": then it compares tokens itself, and says ``RIGHT`` in place of right ones. Of each line of
+stdin it makes one line of JSON: what has ended since the last. "up": first wait until every instance is up and answers
+have come after that. "on": at once. It ends when stdin does.
 """
 
 from __future__ import annotations
@@ -16,8 +17,11 @@ from collections import Counter
 from typing import Any
 
 import trinity
+from support.emulated_pipelines import MODEL, right
+from trinity.emulation.model import EmulatedRequest
 from trinity.errors import TrinityError
 
+RIGHT = (1,)
 PLACEMENT, TOKENS, IN_FLIGHT = "1E1P1D", 24, 3
 POOLS = {"image": 16, "kv": 256}
 LIVENESS_S = 240.0
@@ -37,16 +41,20 @@ class Loaded:
         while True:
             number += IN_FLIGHT
             salt = str(number)  # else features and prompts would be cached, and nothing moved
-            asked = trinity.Request(
-                "<image>\nWhat is this?", images=[self.photo], max_tokens=TOKENS, sampling=greedy, cache_salt=salt
-            )
+            image: dict[str, Any] = {"image_tokens": (576,), "contents": (salt,)}
+            asked: trinity.Request = EmulatedRequest(text_tokens=18, max_tokens=TOKENS, **image)
+            if self.photo:
+                asked = trinity.Request(
+                    "<image>\nWhat is this?", images=[self.photo], max_tokens=TOKENS, sampling=greedy, cache_salt=salt
+                )
             try:
                 output = await self.pipe.complete(asked)
             except TrinityError as error:
                 self.errors[type(error).__name__] += 1
                 await asyncio.sleep(PAUSE_S)
             else:
-                self.answers[tuple(output.token_ids)] += 1
+                is_right = isinstance(asked, EmulatedRequest) and output.token_ids == right(asked)
+                self.answers[RIGHT if is_right else tuple(output.token_ids)] += 1
                 pulled = [each for each in output.transfers if each["outcome"] == "pulled"]
                 self.ways |= {(each["kind"], each["source"], each["target"], each["scheme"]) for each in pulled}
 
@@ -87,7 +95,10 @@ async def main(address: str, model: str, photo: str, *tls: str) -> None:
         supply=trinity.RaySupply(PLACEMENT, address=address), tls=trinity.TLSConfig(*tls), silence_s=10.0
     )
     given: dict[str, Any] = {"hosting": "process", "connector": medium, "processes": config, "dtype": "float32"}
-    async with trinity.Pipeline(model, PLACEMENT, cache=trinity.CacheConfig(pools=POOLS), **given) as pipe:
+    if model == "emulated":
+        photo, given = "", {**given, "dtype": "auto"}
+    served: Any = model if photo else MODEL
+    async with trinity.Pipeline(served, PLACEMENT, cache=trinity.CacheConfig(pools=POOLS), **given) as pipe:
         loaded = Loaded(pipe, photo)
         asking = [asyncio.ensure_future(loaded.keep_asking(number)) for number in range(IN_FLIGHT)]
         try:

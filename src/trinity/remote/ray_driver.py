@@ -23,7 +23,9 @@ from trinity.remote.ray_bundles import HostBundle, explain_shortage
 from trinity.remote.ray_host import HostActor, end_process
 
 logger = logging.getLogger("trinity")
-ANSWER_S = 5.0  # for an actor that is there to answer a question, and for the head to
+ANSWER_S = 5.0  # for the head to answer a question
+RESTART_S = 10.0  # for an actor to be started again, which takes Ray a second or two
+FENCE_S = 18.0  # for a process to be started on a node, and to find another one there
 ACTORS_CLOSE_S = 5.0  # for all actors to end their instances
 HEAD_GONE_S = "604800"  # for which Ray's library in this process waits for a lost head before it ends the process
 Answer = dict[str, Any]
@@ -109,15 +111,15 @@ class RayDriver:
         return found
 
     async def _end(self, order: Answer) -> Answer:
-        """Have the actor end a life, or where that does not know of it, look for its process on the node it was on."""
-        number, process = order["end"], order["process"]
+        """Have the actor end a life; where it is on another node by now, or away, look on the node that had it."""
+        number, process = order["end"], (order["process"], order["born"])
         known = False
         if number is not None:
-            reference = self._actors[number].end.remote(order["name"], order["epoch"])
+            reference = self._actors[number].end.remote(order["name"], order["epoch"], *process, order["node"])
             with suppress(Exception):
-                known = await asyncio.wait_for(reference, ANSWER_S)
-        if not (known or process is None):
-            await asyncio.wait_for(asyncio.to_thread(_fence, order["node"], process, order["born"]), 4 * ANSWER_S)
+                known = await asyncio.wait_for(reference, RESTART_S)
+        if not known and order["process"] is not None:
+            await asyncio.wait_for(asyncio.to_thread(_fence, order["node"], *process), FENCE_S)
         return {"ended": True}
 
     async def _close(self) -> None:
@@ -141,7 +143,7 @@ def _fence(node: str, process: int, born: int | None) -> None:
     if any(each["NodeID"] == node and each["Alive"] for each in ray.nodes()):
         there = NodeAffinitySchedulingStrategy(node, soft=False)
         task = ray.remote(end_process).options(num_cpus=0, max_retries=0, scheduling_strategy=there)
-        ray.get(task.remote(process, born), timeout=4 * ANSWER_S)
+        ray.get(task.remote(process, born), timeout=FENCE_S)
 
 
 def _check_head(address: str) -> None:

@@ -89,12 +89,20 @@ class HostActor:
             self._launchers.append(Launcher(torch))
         return self._launchers[-1]
 
-    async def end(self, name: str, epoch: int) -> bool:
-        """End a life, and every older one of that name; False if this actor has never had it."""
+    async def end(
+        self, name: str, epoch: int, process: int | None = None, born: int | None = None, node: str = ""
+    ) -> bool:
+        """End a life, and every older one of that name; False if this actor cannot tell that it has ended.
+
+        ``process``, ``born``, ``node``: as its begin has answered, by which one of an actor before this is found.
+        """
         self._ended[name] = max(epoch, self._ended.get(name, NEVER))
         mine = [life for life in self._lives if life[0] == name and life[1] <= epoch]
         for life in mine:
             await self._kill(life)
+        if (name, epoch) not in mine and process is not None and node == self._node:
+            await asyncio.to_thread(end_process, process, born)
+            return True
         return (name, epoch) in mine
 
     async def _kill(self, life: tuple[str, int]) -> None:

@@ -25,7 +25,7 @@ from trinity.remote.ray_session import RaySession
 from trinity.remote.supply import InstanceOrder, InstancePlace
 
 logger = logging.getLogger("trinity")
-END_S = 30.0  # for Ray to look for a process that its actor does not know
+END_S = 30.0  # for an actor to be there again, or for Ray to look on its node without it
 REACH_S = 5.0  # to reach an instance, which listens already
 END_AGAIN_S = 0.5  # between two tries
 
