@@ -30,7 +30,6 @@ def hosts(placement: Any, cluster: Cluster | None = None) -> list[set[str]]:
         ([Instance("E", "eye"), Instance("P"), Instance("D")], [{"eye"}, {"P0", "D0"}]),
         ([Instance("E"), Instance("PD", address="tcp:10.0.0.1:7000")], [{"E0"}]),
     ],
-    ids=str,
 )
 def test_what_exchanges_kv_is_on_one_host_where_nothing_was_planned(placement: Any, together: list[set[str]]) -> None:
     assert hosts(placement) == together
