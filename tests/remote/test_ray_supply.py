@@ -19,7 +19,7 @@ from trinity.errors import ConfigError, PeerLost, TransportError
 from trinity.remote import ray_host, ray_session, ray_supply
 from trinity.remote.channel import Address, connect
 from trinity.remote.process_identity import has_ended, read_start
-from trinity.remote.ray_host import HostActor, find_interface
+from trinity.remote.ray_host import HostActor
 from trinity.remote.ray_supply import RaySupply
 from trinity.remote.supply import InstanceOrder
 from trinity.remote.tls import TLSConfig
@@ -243,20 +243,20 @@ async def test_a_host_without_the_model_or_with_bad_certificates_says_so(
         assert answer["kind"] == "ConfigError"
         answer = await one.begin("P0", 0, KEY, "", TLSConfig("a.pem", "a.key", "b.pem").paths())
         assert "is no file" in answer["error"]
-        assert not one._launchers, "nothing was started for them"
+        assert not one.forks.launchers, "nothing was started for them"
 
 
 async def test_a_frozen_launcher_is_left_to_its_lives(monkeypatch: pytest.MonkeyPatch) -> None:
     async with actor(monkeypatch) as one, asyncio.timeout(LIVENESS_S):
         first = await one.begin("P0", 0, KEY, "", None)
-        [frozen] = one._launchers
+        [frozen] = one.forks.launchers
         frozen.silent = True  # as after an order that it did not take
         second = await one.begin("D0", 0, KEY, "", None)
         assert await listens(first)
         assert await listens(second)
-        assert len(one._launchers) == 2
+        assert len(one.forks.launchers) == 2
         await one.end("P0", 0)
-        assert one._launchers[0] is not frozen
+        assert one.forks.launchers[0] is not frozen
         assert frozen.ended.done()
 
 
@@ -272,10 +272,3 @@ def test_a_process_is_ended_by_number_and_start() -> None:
     finally:
         sleeping.kill()
         sleeping.wait()
-
-
-def test_the_interface_of_an_address_is_found() -> None:
-    assert find_interface(HOST) == "lo"
-    assert find_interface("203.0.113.9") is None
-    assert find_interface("::1") is None
-    assert find_interface("no address") is None

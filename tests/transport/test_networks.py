@@ -27,6 +27,7 @@ from trinity.transport.registry import make_transport
 from trinity.transport.sealed_requests import LOGGED_MESSAGES, WINDOW, LinkSeal, RequestKey
 from trinity.transport.ucx import transport as ucx_transport
 from trinity.transport.ucx.transport import UcxTransport
+from trinity.transport.ucx_environment import DEVICES_VARIABLE, find_interface, take_interface_of
 
 SIZE = (32, 16 << 10)
 
@@ -215,3 +216,13 @@ async def test_a_forged_reply_ends_no_read(monkeypatch: pytest.MonkeyPatch) -> N
     assert bool((memory.tensor[0] == 7).all())
     del forger
     await transport.aclose()
+
+
+def test_the_interface_of_an_address_is_found_and_taken_where_none_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert find_interface("127.0.0.1") == "lo"
+    for other in ("203.0.113.9", "::1", "no address"):
+        assert find_interface(other) is None
+    for known, address, then in (("", "127.0.0.1", "lo"), ("", "203.0.113.9", ""), ("eth7", "127.0.0.1", "eth7")):
+        monkeypatch.setattr(os, "environ", {DEVICES_VARIABLE: known} if known else {})
+        take_interface_of(address)
+        assert os.environ.get(DEVICES_VARIABLE, "") == then

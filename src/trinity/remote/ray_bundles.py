@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from trinity.costs.cluster import Cluster
 from trinity.errors import ConfigError
 from trinity.instance import GivenPlacement, Instance, list_instances
+from trinity.remote.host_groups import assign_hosts
 
 KIND_SHARE = 0.001  # of Ray's resource "accelerator_type:H100", which each host of such devices has once
 _NEAR, _APART = "PACK", "SPREAD"  # Ray's words: on few hosts where they have room, on many
@@ -51,13 +52,8 @@ def plan_bundles(placement: GivenPlacement, cluster: Cluster | None, cpus: float
     are for each instance. Raises ``ConfigError`` for instances that would share a GPU without being told which.
     """
     instances = list_instances(placement)
-    roles = [each.roles for each in instances]
-    if cluster is None:
-        hosts, kinds = _keep_kv_together(roles), {}
-    else:
-        arranged = cluster.arrange_for("+".join(roles))
-        hosts = list(arranged.hosts) or [""] * arranged.size
-        kinds = _name_kinds(arranged, hosts)
+    hosts, arranged = assign_hosts([each.roles for each in instances], cluster)
+    kinds = _name_kinds(arranged, hosts) if arranged is not None else {}
     grouped: dict[str, list[Instance]] = {}
     for host, instance in zip(hosts, instances, strict=True):
         if instance.address is None:
@@ -71,11 +67,6 @@ def plan_bundles(placement: GivenPlacement, cluster: Cluster | None, cpus: float
         for host, together in grouped.items()
     )
     return HostGroup(tuple(bundles), _NEAR if cluster is None else _APART)
-
-
-def _keep_kv_together(roles: Sequence[str]) -> list[str]:
-    moves_kv = any("P" in each and "D" not in each for each in roles)
-    return ["kv" if moves_kv and each != "E" else str(number) for number, each in enumerate(roles)]
 
 
 def _name_kinds(cluster: Cluster, hosts: Sequence[str]) -> dict[str, list[str]]:

@@ -7,29 +7,23 @@ launcher ends with it, and each instance with the launcher, by the kernel.
 from __future__ import annotations
 
 import asyncio
-import fcntl
 import logging
 import os
 import signal
-import socket
-import struct
 import time
 from contextlib import suppress
 from typing import Any
 
 from trinity.errors import ConfigError, TrinityError
 from trinity.remote.channel import Address
-from trinity.remote.fork_client import Launcher
-from trinity.remote.leftovers import make_shared_folder
-from trinity.remote.process_identity import has_ended, read_start
-from trinity.remote.supply import InstanceProcess
+from trinity.remote.host_launchers import ForkedLife, HostLaunchers
+from trinity.remote.process_identity import has_ended
 from trinity.remote.tls import TLSConfig
-from trinity.transport.ucx_environment import DEVICES_VARIABLE
+from trinity.transport.ucx_environment import take_interface_of
 
 logger = logging.getLogger("trinity")
 _END_POLL_S = 0.005
 NEVER = -1  # the epoch before the first
-_GET_ADDRESS, _NAME_BYTES, _REQUEST_BYTES = 0x8915, 15, 256  # SIOCGIFADDR of netdevice(7)
 
 
 class HostActor:
@@ -43,14 +37,11 @@ class HostActor:
 
     def __init__(self, threads: int) -> None:
         self._address, self._node = find_node()
-        self._launchers: list[Launcher] = []
-        self._lives: dict[tuple[str, int], tuple[Launcher, InstanceProcess]] = {}
+        self.forks = HostLaunchers()
+        self._lives: dict[tuple[str, int], ForkedLife] = {}
         self._ended: dict[str, int] = {}  # by name: the last epoch that must not begin any more
-        self._shared = make_shared_folder()
         os.environ["OMP_NUM_THREADS"] = str(threads)  # else Ray's: one for each processor of the bundle
-        device = find_interface(self._address)
-        if device is not None:
-            os.environ.setdefault(DEVICES_VARIABLE, device)
+        take_interface_of(self._address)
 
     async def begin(
         self, name: str, epoch: int, secret: bytes, model: str, tls: tuple[str, str, str] | None
@@ -67,27 +58,18 @@ class HostActor:
             raise ConfigError(f"there is no model at {model}: every host needs it at the same path")
         if tls is not None:
             tls.check()
-        launcher = self._get_launcher(bool(model))
-        shared = str(self._shared.path) if self._shared is not None else ""
-        number, exit_code = await launcher.launch(
-            Address("tcp", host=self._address), secret, model, shared=shared, tls=tls
-        )
-        process = InstanceProcess(number, read_start(number), exit_code)
-        self._lives[life] = launcher, process
-        bound = await launcher.find_address(number) if not self._is_given_up(life) else None
+        address = Address("tcp", host=self._address)
+        forked = self._lives[life] = await self.forks.fork(address, secret, model, torch=bool(model), tls=tls)
+        bound = await forked.find_address() if not self._is_given_up(life) else None
         if self._is_given_up(life):
             await self._kill(life)
             raise ConfigError("it was given up before it listened")
-        return {"address": str(bound), "process": number, "born": process.born, "node": self._node}
+        return {
+            "address": str(bound), "process": forked.process.number, "born": forked.process.born, "node": self._node,
+        }  # fmt: skip
 
     def _is_given_up(self, life: tuple[str, int]) -> bool:
         return self._ended.get(life[0], NEVER) >= life[1]
-
-    def _get_launcher(self, torch: bool) -> Launcher:
-        """Return a launcher that takes orders; one that is frozen stays until no life of it is left."""
-        if not self._launchers or self._launchers[-1].silent or self._launchers[-1].ended.done():
-            self._launchers.append(Launcher(torch))
-        return self._launchers[-1]
 
     async def end(
         self, name: str, epoch: int, process: int | None = None, born: int | None = None, node: str = ""
@@ -106,24 +88,14 @@ class HostActor:
         return (name, epoch) in mine
 
     async def _kill(self, life: tuple[str, int]) -> None:
-        """End a life; whoever else ends it at the same time may be through first."""
-        launcher, process = self._lives.get(life, (None, None))
-        while process is not None and not process.has_ended():
-            process.kill()
-            await asyncio.sleep(_END_POLL_S)
+        forked = self._lives.get(life)
+        if forked is not None:
+            await self.forks.kill(forked)
         self._lives.pop(life, None)
-        used = [each for each, _ in self._lives.values()]
-        if launcher in self._launchers[:-1] and launcher not in used:
-            self._launchers.remove(launcher)
-            await asyncio.to_thread(launcher.close)
 
     async def close(self) -> None:
         """End every instance and launcher, and remove what they have in shared memory."""
-        launchers, self._launchers = self._launchers, []
-        for launcher in launchers:
-            await asyncio.to_thread(launcher.close)
-        if self._shared is not None:
-            self._shared.remove()
+        await self.forks.close()
 
 
 def find_node() -> tuple[str, str]:
@@ -139,15 +111,3 @@ def end_process(process: int, born: int | None) -> None:
         with suppress(ProcessLookupError):
             os.kill(process, signal.SIGKILL)
         time.sleep(_END_POLL_S)
-
-
-def find_interface(address: str) -> str | None:
-    """Name the network interface that holds a numeric IPv4 address of this host; None for any other."""
-    with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        wanted = socket.inet_aton(address)
-        for _, name in socket.if_nameindex():
-            with suppress(OSError):
-                question = struct.pack(f"{_REQUEST_BYTES}s", name.encode()[:_NAME_BYTES])
-                if fcntl.ioctl(asking.fileno(), _GET_ADDRESS, question)[20:24] == wanted:
-                    return name
-    return None

@@ -2,7 +2,9 @@
 
     TRINITY_SECRET=... trinity instance --listen tcp:127.0.0.1:7000
 
-It prints the address in use as a line of JSON. Peers must hold the secret; a second pipeline is refused while one is
+    TRINITY_SECRET=... trinity instance --hosts hosts.toml --on alpha
+
+It prints each address in use as a line of JSON. Peers must hold the secret; a second pipeline is refused while one is
 served. Instances that a pipeline starts itself run the same server, and end with their pipeline.
 """
 
@@ -27,6 +29,7 @@ from trinity.remote.listener import listen
 from trinity.remote.session import InstanceSession
 from trinity.remote.tls import TLSConfig
 from trinity.remote.wire import Hello, InstanceFailure, Setup, decode, encode
+from trinity.transport.ucx_environment import take_interface_of
 
 logger = logging.getLogger("trinity")
 RELEASE_TRIES, RELEASE_S = 50, 0.05  # s between two looks if a pipeline's pools are free
@@ -143,20 +146,35 @@ def serve_instance(
     return 0
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one instance that serves any pipeline which holds the secret."""
+def _make_parser() -> argparse.ArgumentParser:
     formatter = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(
         prog="trinity instance", description=main.__doc__, epilog=_EXAMPLE, formatter_class=formatter
     )
-    parser.add_argument("--listen", required=True, help="unix:/path or tcp:host:port (port 0: any free one)")
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--listen", help="unix:/path or tcp:host:port (port 0: any free one)")
+    where.add_argument("--hosts", metavar="FILE", help="all instances of a host of this file, see docs/hosts.md")
+    parser.add_argument("--on", metavar="NAME", help="the host of --hosts that this is")
     parser.add_argument("--model", type=Path, help="the checkpoint's directory on this machine, if it differs")
-    parser.add_argument("--once", action="store_true", help="end with the first pipeline")
+    parser.add_argument("--once", action="store_true", help="end with the first pipeline; with --listen")
+    parser.add_argument("--emulated", action="store_true", help="start without torch, with --hosts")
     for name in TLS_FILES:
         parser.add_argument(
             f"--tls-{name}", help=f"file in PEM: TLS for channels over TCP, see trinity.TLSConfig.{name}"
         )
+    return parser
+
+
+def _read_arguments(arguments: Sequence[str] | None) -> tuple[argparse.Namespace, bytes, TLSConfig | None]:
+    """Return the arguments, the secret and the certificates. Exits where they do not go together."""
+    parser = _make_parser()
     given = parser.parse_args(arguments)
+    if bool(given.hosts) != bool(given.on):
+        parser.error("--hosts FILE and --on NAME go together")
+    if given.once and given.hosts:
+        parser.error("--once is for --listen: instances of --hosts serve one pipeline after another")
+    if given.emulated and given.listen:
+        parser.error("--emulated is for --hosts: an instance of --listen imports torch once it has to")
     files = [getattr(given, f"tls_{name}") for name in TLS_FILES]
     if any(files) and not all(files):
         parser.error("TLS needs all of " + ", ".join(f"--tls-{name}" for name in TLS_FILES))
@@ -164,14 +182,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if len(secret) < SHORTEST_SECRET:
         hint = f"at least {SHORTEST_SECRET} characters that only its hosts know"
         parser.error(f"set {SECRET_VARIABLE} to the pipeline's secret, {hint}")
+    return given, secret.encode(), TLSConfig(*files) if all(files) else None
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one instance that serves any pipeline which holds the secret, or all instances of a host."""
+    given, secret, tls = _read_arguments(arguments)
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    if given.hosts:
+        from trinity.remote.host_keeper import keep_host
+        from trinity.remote.hosts import read_hosts
+
+        options = {"model": given.model, "emulated": given.emulated, "tls": tls}
+        return keep_host(read_hosts(given.hosts), given.on, secret, _announce_named, **options)
 
     def announce(bound: Address) -> None:
         print(json.dumps({"listening": str(bound)}), flush=True)
 
     model = str(given.model.resolve()) if given.model is not None else None
-    tls = TLSConfig(*files) if all(files) else None
-    return serve_instance(given.listen, secret.encode(), announce, once=given.once, model=model, tls=tls)
+    take_interface_of(Address.parse(given.listen).host)
+    return serve_instance(given.listen, secret, announce, once=given.once, model=model, tls=tls)
+
+
+def _announce_named(name: str, bound: Address) -> None:
+    print(json.dumps({"instance": name, "listening": str(bound)}), flush=True)
 
 
 if __name__ == "__main__":

@@ -5,9 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import secrets
-import socket
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -21,6 +19,7 @@ from trinity.errors.arguments import check_arguments
 from trinity.instance import Instance
 from trinity.remote.channel import SECRET_VARIABLE, SHORTEST_SECRET, Address
 from trinity.remote.fork_client import kept_launcher as kept_launcher
+from trinity.remote.host_addresses import name_machine
 from trinity.remote.supervisor_messages import (
     InstanceHealth,
 )
@@ -96,7 +95,7 @@ def make_setups(
         for each, address in zip(instances, addresses, strict=True)
     ]
     devices = (each.device or deployment.device for each in instances)
-    sharers = group_by_device(zip(map(_machine, addresses), devices, strict=True))
+    sharers = group_by_device(zip(map(name_machine, addresses), devices, strict=True))
     return [
         msgspec.structs.replace(
             make_setup(each, deployment, connector, routing),
@@ -107,25 +106,6 @@ def make_setups(
         )
         for each, others in zip(instances, sharers, strict=True)
     ]
-
-
-def _machine(address: str | None) -> str:
-    """Name the machine where an instance runs, "" for this one; addresses that differ are taken for machines."""
-    host = Address.parse(address).host if address is not None else ""
-    return "" if host in ("", "localhost", socket.gethostname()) or _is_own(host) else host
-
-
-def _is_own(host: str) -> bool:
-    """Tell if a numeric address is one of this host's interfaces: no others can be bound. Asks no name service."""
-    try:
-        found = socket.getaddrinfo(host, 0, type=socket.SOCK_DGRAM, flags=socket.AI_NUMERICHOST)
-    except (OSError, UnicodeError):
-        return False
-    for family, kind, _, _, place in found:
-        with suppress(OSError), socket.socket(family, kind) as probe:
-            probe.bind(place)
-            return True
-    return False
 
 
 def make_route_configs(connector: Connector, addresses: Sequence[str | None]) -> dict[str, RouteConfig]:
