@@ -130,6 +130,7 @@ async def test_a_life_outlasts_its_driver_and_is_ended_by_the_next(
     supply = driven_by(monkeypatch, ONCE)
     place = await supply.begin(order())
     assert place.address == Address("tcp", host=HOST, port=7000)
+    assert place.trusted_network, "RaySupply was told, and the pipeline does not ask again"
     answering = "say(ready=True)\nasked = json.loads(sys.stdin.readline())\n"
     answering += "assert asked['end'] is None, 'an actor of another session'\nsay(id=asked['id'], ended=True)\n"
     monkeypatch.setattr(ray_session, "PROGRAM", ("-c", DRIVER + answering + "sys.stdin.read()"))

@@ -126,7 +126,7 @@ class Pipeline:
         rules, routing = choose_rules_and_routing(placement, rules, routing)
         self.placement = Placement.of(each.group for each in self.instances)
         self.slo, self.routing, self._processing = slo, routing, (limits, ignore_generation_config)
-        self.hosting = supervisor.check_hosting(hosting, self.instances, processes.supply)
+        self.hosting = supervisor.check_hosting(hosting, self.instances, processes)
         self.connector = make_connector(connector, verify, hosting)
         self._process_config, self._secret = processes, supervisor.resolve_secret(self.instances, processes.secret)
         self.trace, self.metrics, self.timeline = Trace(limit=TRACE_ROWS), Metrics(slo), Timeline()

@@ -282,7 +282,9 @@ class InstanceSupervisor:
     async def _attach(self, client: InstanceClient) -> None:
         setup = client.setup
         order = InstanceOrder(setup.name, setup.epoch, setup.roles, self._secret, setup.model, self._config.tls)
-        await client.attach(await self._supply_of(setup.name).begin(order), self._secret)
+        place = await self._supply_of(setup.name).begin(order)
+        self._config.check_place(setup.name, place)
+        await client.attach(place, self._secret)
 
     async def _fence(self, life: tuple[str, int]) -> None:
         """Make sure that a life has ended, however long that takes: it is killed before its launch is waited for."""

@@ -107,7 +107,8 @@ class RaySupply:
         answer = await session.ask({"begin": bundle, **given, "tls": tls}, self._timeout_s)
         known.process, known.born, known.node = answer["process"], answer["born"], answer["node"]
         logger.info("instance %s is at %s, on Ray's node %s", order.name, answer["address"], known.node[:8])
-        return InstancePlace(Address.parse(answer["address"]), tls=order.tls, listen_s=REACH_S)
+        reached = Address.parse(answer["address"])
+        return InstancePlace(reached, tls=order.tls, listen_s=REACH_S, trusted_network=self._trusted)
 
     async def _get_session(self) -> RaySession:
         """Return the session, a new one where the last has ended or could not be opened."""

@@ -37,7 +37,8 @@ TLS_FILES = ("certificate", "key", "authority")
 _EXAMPLE = """example, on each host of a pipeline:
   TRINITY_SECRET=... trinity instance --listen tcp:10.0.0.2:7000
 then: trinity.Pipeline(model, [trinity.Instance("E"), trinity.Instance("PD", address="tcp:10.0.0.2:7000")],
-                       hosting="process", processes=trinity.ProcessConfig(secret=...))"""
+                       hosting="process", processes=trinity.ProcessConfig(secret=..., trusted_network=True),
+                       connector=trinity.Connector("auto", options={"trusted_network": True}))"""
 INTERRUPTED = 130  # the exit code of a program that Ctrl-C ended
 
 

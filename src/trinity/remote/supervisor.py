@@ -19,11 +19,11 @@ from trinity.errors.arguments import check_arguments
 from trinity.instance import Instance
 from trinity.remote.channel import SECRET_VARIABLE, SHORTEST_SECRET, Address
 from trinity.remote.fork_client import kept_launcher as kept_launcher
-from trinity.remote.host_addresses import name_machine
+from trinity.remote.host_addresses import crosses_network, name_machine
 from trinity.remote.supervisor_messages import (
     InstanceHealth,
 )
-from trinity.remote.supply import Supply
+from trinity.remote.supply import InstancePlace, Supply
 from trinity.remote.tls import TLSConfig
 from trinity.remote.warm_launchers import LAUNCHER_WAITS_S
 from trinity.remote.wire import RouteConfig, Setup
@@ -44,6 +44,9 @@ class ProcessConfig:
       None takes it from there. Instances that the pipeline starts get one drawn at random.
     - ``tls`` (None): ``TLSConfig``; control channels over TCP are then in mutual TLS, here and in instances that the
       pipeline starts. Those that run already need their own (``--tls-certificate``). Unix sockets have none.
+    - ``trusted_network`` (False): say that only hosts you trust are on the network by which instances at an address, or
+      of a ``supply``, are reached, where there is no ``tls``. Blocks are their transport's, which is told by itself:
+      ``Connector("auto", options={"trusted_network": True})``.
     - ``silence_s`` (seconds, 20): a process that says nothing for longer is restarted. Requests go past it after two.
     - ``supply`` (None): where instances without an address come from; None forks them on this host. Those of any other
       may be on other hosts, and move blocks by a transport that leaves theirs. It is closed with the pipeline.
@@ -61,6 +64,7 @@ class ProcessConfig:
     tls: TLSConfig | None = None
     supply: Supply | None = None
     launcher_waits_s: float = LAUNCHER_WAITS_S
+    trusted_network: bool = False
 
     def __post_init__(self) -> None:
         if self.secret is not None:
@@ -73,6 +77,16 @@ class ProcessConfig:
             )
         if not self.launcher_waits_s >= 0:
             raise ConfigError(f"launcher_waits_s is {self.launcher_waits_s!r}: give seconds, 0 to wait for no pipeline")
+
+    def check_place(self, name: str, place: InstancePlace) -> None:
+        """Raise ``ConfigError`` where an instance is reached over a network in the clear, and nobody trusts that."""
+        if self.trusted_network or place.trusted_network or place.tls is not None or not crosses_network(place.address):
+            return
+        raise ConfigError(
+            f"instance {name} is reached over a network, at {place.address}: give "
+            "ProcessConfig(tls=TLSConfig(...)), and certificates where it runs (--tls-certificate), or say that only "
+            "hosts you trust are on that network: ProcessConfig(trusted_network=True)"
+        )
 
 
 def make_setups(
@@ -193,14 +207,15 @@ def _check_secret(secret: str) -> str:
     return secret
 
 
-def check_hosting(
-    hosting: str, instances: Sequence[Instance] = (), supply: Supply | None = None
-) -> Literal["thread", "process"]:
+def check_hosting(hosting: str, instances: Sequence[Instance], config: ProcessConfig) -> Literal["thread", "process"]:
     """Return ``hosting`` if it is valid and its instances can run so; else raise ``ConfigError``."""
     if hosting not in ("thread", "process"):
         raise ConfigError(f"hosting must be 'thread' or 'process', got {hosting!r}")
-    if parse_addresses(instances) and hosting == "thread":
+    addresses = parse_addresses(instances)
+    if addresses and hosting == "thread":
         raise ConfigError("instances with an address are processes: use hosting='process' with them")
-    if supply is not None and hosting == "thread":
+    if config.supply is not None and hosting == "thread":
         raise ConfigError("instances of a supply are processes: use hosting='process' with it")
+    for name, address in addresses.items():
+        config.check_place(name, InstancePlace(address, tls=config.tls))
     return "process" if hosting == "process" else "thread"

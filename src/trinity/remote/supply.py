@@ -71,12 +71,15 @@ class InstancePlace:
     - ``process`` (None): its process where this host has it, which is killed once it is lost.
     - ``tls`` (None): certificates for its channel; its own listener has to have some of the same authority.
     - ``listen_s`` (seconds, 30): for it to listen; 0 for one that runs already.
+    - ``trusted_network`` (False): the supply was told that only hosts which are trusted are on the network of a TCP
+      address; else ``tls`` is needed, or ``ProcessConfig(trusted_network=True)``.
     """
 
     address: Address
     process: InstanceProcess | None = None
     tls: TLSConfig | None = None
     listen_s: float = LISTEN_S
+    trusted_network: bool = False
 
 
 class Supply(Protocol):
