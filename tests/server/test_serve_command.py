@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import json
 import signal
 import sys
@@ -11,13 +12,16 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx2
+import openai
 import pytest
 
 from support.checkpoint_files import checkpoint
 from support.http_server import chat_body, listening, serve_model
 from support.paths import ROOT
-from trinity import ConfigError
-from trinity.server.command import _make_parser, make_server_config, open_port
+from trinity import ConfigError, Pipeline
+from trinity.server.application import ModelServer
+from trinity.server.command import _make_parser, make_server_config, open_port, serve_until_signal
+from trinity.server.settings import ServerConfig
 
 CHAT = "/v1/chat/completions"
 
@@ -82,6 +86,36 @@ async def test_what_takes_longer_than_the_drain_ends_with_an_error() -> None:
             await draining
         assert json.loads(rest[-1].removeprefix("data: "))["error"]["code"] == "unavailable"
         assert served.pipe.metrics.summary()["finished"] == {"cancelled": 1}
+
+
+async def test_a_client_that_comes_early_is_told_when_to_come_again() -> None:
+    """OpenAI's client then waits as long as it is told, twice, in place of twice a second at most."""
+    server = ModelServer(Pipeline(checkpoint("llama"), "PD", dtype="float32"), ServerConfig())
+    async with listening(server.make_app(), server) as (url, _), httpx2.AsyncClient(base_url=url, timeout=60) as http:
+        early = await http.post(CHAT, json=chat_body())
+        assert (early.status_code, early.json()["error"]["code"]) == (503, "loading")
+        async with server.pipe, openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
+            answer = await client.chat.completions.create(**chat_body(model="llama", max_tokens=2))
+            assert answer.usage is not None and answer.usage.completion_tokens == 2
+        late = await http.post(CHAT, json=chat_body())
+        assert (late.status_code, late.json()["error"]["code"]) == (503, "unavailable")
+    assert float(early.headers["retry-after"]) >= 5 > float(late.headers["retry-after"])
+
+
+async def test_what_is_loaded_is_no_longer_looked_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A collection would go through 400,000 objects of torch and transformers while every request waits."""
+    frozen: list[int] = []
+    monkeypatch.setattr(gc, "freeze", lambda: frozen.append(len(gc.get_objects())))  # the tests' own are to be freed
+
+    def leave(*_: object, flush: bool = False) -> None:
+        if frozen:
+            signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr("builtins.print", leave)  # "serving ..." is said once all is there
+    async with asyncio.timeout(100):
+        await serve_until_signal(_make_parser().parse_args([str(checkpoint("llama")), "--placement=PD", "--port=0"]))
+    assert len(frozen) == 1
+    assert frozen[0] > 100_000
 
 
 async def test_a_port_in_use_and_a_model_that_is_not_there() -> None:

@@ -30,7 +30,7 @@ from trinity.server.chat_reply import ChatReply
 from trinity.server.completion_reply import CompletionReply
 from trinity.server.connection import ClientGone, Exchange, HeldBytes
 from trinity.server.embeddings import check_pooling, make_embedding_request, read_embedding_body, write_embedding
-from trinity.server.error_table import ApiError, describe_failure
+from trinity.server.error_table import LOADING_RETRY_S, ApiError, describe_failure
 from trinity.server.fields import ParsedCall, complete_request, read_chat_call, read_completion_call
 from trinity.server.live_routes import list_live_routes
 from trinity.server.prometheus import PipelineCollector, is_up
@@ -180,10 +180,13 @@ class ModelServer:
             await exchange.reply(200, write_embedding(found, asked, name))
 
     def _check_served(self, model: str | None) -> str:
-        """Return the name to report. Raises ``ApiError`` 404, ``ClosedError`` while the model is not ready."""
+        """Return the name to report. Raises ``ApiError`` 404, and 503 while the model loads; ``ClosedError`` after its end."""
         name = self.check_model(model)
+        if self.pipe.state in ("new", "starting"):
+            text = "the model is loading; /ready answers 200 once it is there"
+            raise ApiError(503, "loading", text, headers={"retry-after": str(LOADING_RETRY_S)})
         if self.pipe.state != "running":
-            raise ClosedError("the model is not ready")
+            raise ClosedError("the model is no longer served")
         return name
 
     def _tool_format(self, call: ParsedCall) -> str:

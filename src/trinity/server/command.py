@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import logging
 import os
 import socket
@@ -174,6 +175,12 @@ def uvicorn_options(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def keep_loaded() -> None:
+    """Take what is loaded out of Python's collections: each would look through torch's modules, and stop all for 0.3 s."""
+    gc.collect()
+    gc.freeze()
+
+
 async def serve_until_signal(arguments: argparse.Namespace) -> None:
     """Serve until a signal comes. Raises ``TrinityError`` where the model or the port cannot be had."""
     pipe, config = make_served_pipeline(arguments), make_server_config(arguments)
@@ -189,6 +196,7 @@ async def serve_until_signal(arguments: argparse.Namespace) -> None:
             await asyncio.wait([serving, starting], return_when=asyncio.FIRST_COMPLETED)
             if starting.done():
                 starting.result()
+                keep_loaded()
                 print(f"serving {', '.join(server.models)} on {pipe.placement}", flush=True)
             await serving
         finally:

@@ -11,6 +11,7 @@ from trinity import errors
 
 logger = logging.getLogger("trinity.server")
 RETRY_AFTER_S = 1  # a step or two: the queue moves that fast, and a client backs off by itself
+LOADING_RETRY_S = 5  # of two tries, which OpenAI's client makes, one comes after a small model is there
 
 
 class ApiError(Exception):

@@ -17,7 +17,8 @@ import msgspec
 
 from trinity.errors import ConfigError, TraceError, UnknownName
 from trinity.errors.arguments import Count, Number
-from trinity.traces.trace import ReadReport, Trace, TraceImage, TraceRow, read_lines
+from trinity.traces.read_report import ReadReport
+from trinity.traces.trace import Trace, TraceImage, TraceRow, read_lines
 
 IMAGE_TOKENS = 576  # imputed to an image whose size a trace does not record; LLaVA-1.5's
 _EPOCH = datetime(2020, 1, 1, tzinfo=UTC)  # near the traces: a float of ms from here keeps their 100 ns

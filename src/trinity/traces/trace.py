@@ -26,6 +26,8 @@ from trinity.errors.arguments import (
 )
 from trinity.errors.files import read_regular_file, unzip, write_file
 from trinity.traces.checks import check_count, check_fields, check_row, read_content
+from trinity.traces.packed_rows import PackedRows
+from trinity.traces.read_report import ReadReport
 from trinity.traces.statistics import TraceStatistics, arrival_rate, trace_statistics
 
 SLORule = Literal["p90", "p99", "guard", "tpot"]
@@ -198,44 +200,28 @@ class TraceRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc
         )
 
 
-class ReadReport(msgspec.Struct, frozen=True, kw_only=True):
-    """Report of reading a trace file.
-
-    ``units``: units of the file's times. ``imputed``: fields that the format does not record, and their
-    substitutes. ``unordered``: rows found out of order and sorted. ``skipped``: bad rows left out; ``problems`` quotes
-    the first few.
-    """
-
-    format: str
-    units: str
-    rows: int
-    imputed: dict[str, str] = {}
-    unordered: int = 0
-    skipped: int = 0
-    problems: tuple[str, ...] = ()
-
-    def __str__(self) -> str:
-        lines = [f"{self.rows:,} rows of format {self.format} ({self.units})"]
-        lines += [f"imputed {name}: {how}" for name, how in self.imputed.items()]
-        lines += [f"{self.unordered:,} rows out of order, put in order"] if self.unordered else []
-        lines += [f"{self.skipped:,} bad rows skipped, such as {self.problems[0]}"] if self.problems else []
-        return "\n".join(lines)
-
-
 @check_arguments
 class Trace(Sequence[TraceRow]):
     """Requests in the order in which they were appended.
 
     rows: rows, or mappings with the fields of ``TraceRow``.
     limit (rows, None): keeps only the last ``limit`` rows; ``dropped`` counts the others.
+    limit_bytes (bytes, None): keeps only the last rows that take no more, packed; each read unpacks them anew.
 
     ``skipped`` counts bad rows that ``load`` left out; ``report`` is the ``ReadReport`` of ``traces.read_trace``.
     ``scale``, ``window``, ``jitter``, ``head`` and ``split`` return new traces of the same requests, sorted by arrival,
     without the measurements of their serving. Raises ``ConfigError`` for a limit below 1.
     """
 
-    def __init__(self, rows: Iterable[TraceRow | Mapping[str, Any]] = (), *, limit: Whole | None = None) -> None:
-        self._rows: deque[TraceRow] = deque(maxlen=limit)
+    def __init__(
+        self,
+        rows: Iterable[TraceRow | Mapping[str, Any]] = (),
+        *,
+        limit: Whole | None = None,
+        limit_bytes: Whole | None = None,
+    ) -> None:
+        packed = PackedRows(TraceRow, limit_bytes, limit) if limit_bytes is not None else None
+        self._rows: deque[TraceRow] | PackedRows[TraceRow] = deque(maxlen=limit) if packed is None else packed
         self.dropped = self.skipped = 0
         self.report: ReadReport | None = None
         for row in rows:
@@ -243,9 +229,9 @@ class Trace(Sequence[TraceRow]):
 
     def append(self, row: TraceRow | Mapping[str, Any]) -> None:
         """Add a row. Raises ``TraceError`` where a mapping lacks a field or has one of a wrong type or value."""
-        full = len(self._rows) == self._rows.maxlen
+        before = len(self._rows)
         self._rows.append(row if isinstance(row, TraceRow) else _convert_row(row))
-        self.dropped += full
+        self.dropped += before + 1 - len(self._rows)
 
     def __len__(self) -> int:
         return len(self._rows)
