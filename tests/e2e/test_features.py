@@ -303,7 +303,7 @@ def test_instances_in_processes_give_the_same() -> None:
             await pipe.features("nowhere.jpg")
 
     for hosting, each in (("thread", read), ("process", use)):
-        served("llava", each, "1E1PD", hosting=hosting, rules=BatchRules(image_budget=1))
+        served("llava", each, "1E1PD", hosting=hosting, rules=BatchRules(image_budget=1), pack=False)
 
 
 def test_a_killed_encoder_ends_requests_by_name_and_serves_again() -> None:
