@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from trinity.errors.arguments import Whole, check_arguments, check_call
-from trinity.request import ENCODED, Output
+from trinity.request import Output
 from trinity.tables import PERCENTILES as PERCENTILES
 from trinity.tables import Table, as_html, as_text, distribution
 from trinity.tables import percentile as percentile
@@ -92,7 +92,7 @@ class Metrics:
         self._refused: Counter[str] = Counter()
         self._met: Counter[str] = Counter()
         self._tokens = Counter(dict.fromkeys(("prompt", "media", "cached", "output"), 0))
-        self._prefix_hits = self._emulated = self._preemptions = 0
+        self._prefix_hits = self._emulated = self._preemptions = self._encode_only = 0
         self._moved: dict[str, Counter[str]] = {}
         self.histograms = {name: Histogram(bounds) for name, bounds in HISTOGRAM_BOUNDS.items()}
         self.transfers: dict[tuple[str, ...], list[float]] = {}
@@ -109,14 +109,14 @@ class Metrics:
         return self._finished.total()
 
     @check_call
-    def add(self, output: Output) -> None:
-        """Count a request that has ended."""
+    def add(self, output: Output, encode_only: bool = False) -> None:
+        """Count a request that has ended; ``encode_only``: it was to have no token, so no latency of one and no SLO."""
         self._finished[output.finish_reason or "error"] += 1
         self._emulated += output.emulated
-        if output.finish_reason == ENCODED:  # it was to have no token: it has no latency of one, nor an SLO
+        if encode_only:
+            self._encode_only += 1
             self._tokens["media"] += output.media_tokens
-            for span in ("encode_queue", "encode"):
-                self.histograms[f"{span}_span_s"].add([output.spans.get(span, 0.0)])
+            self._fill_spans(output, ("encode_queue", "encode"))
             return
         self._preemptions += output.preemptions
         self._count_tokens(output)
@@ -131,8 +131,9 @@ class Metrics:
             self._met.update(rule for rule in SLO_RULES if self.slo.is_met(output, rule))
 
     @check_call
-    def add_refused(self, error: BaseException) -> None:
-        """Count a request that never started; for the SLO it is one that was not in time."""
+    def add_refused(self, error: BaseException, encode_only: bool = False) -> None:
+        """Count a request that never started; for the SLO it is one that was not in time, unless ``encode_only``."""
+        self._encode_only += encode_only
         self._finished["refused"] += 1
         self._refused[type(error).__name__] += 1
 
@@ -163,10 +164,15 @@ class Metrics:
             "prompt_tokens": [output.prompt_tokens],
             "output_tokens": [len(output.token_ids)],
             "max_tokens": [output.max_tokens],
-            **{f"{span}_span_s": [spans.get(span) or None] for span in SPANS},  # what a request did not have is no 0
         }
         for name, values in found.items():
             self.histograms[name].add(value for value in values if value is not None)
+        self._fill_spans(output, SPANS)
+
+    def _fill_spans(self, output: Output, names: Iterable[str]) -> None:
+        for name in names:
+            if seconds := output.spans.get(name):  # what a request did not have is no 0
+                self.histograms[f"{name}_span_s"].add([seconds])
 
     def _count_transfer(self, transfer: dict[str, Any]) -> None:
         moved = self._moved.setdefault(str(transfer.get("kind", "?")), Counter({"pulled": 0, "cached": 0, "bytes": 0}))
@@ -180,10 +186,12 @@ class Metrics:
     def counts(self) -> dict[str, Any]:
         """Count all requests that have ended, without the sorting that percentiles of ``summary`` need.
 
-        ``met``: those that met the SLO, by rule; the others as in ``summary``.
+        ``judged``: those that an SLO is for, all but encode-only ones; ``met``: of them those that met it, by rule; the
+        others as in ``summary``.
         """
         return {
             "requests": self.requests,
+            "judged": self.requests - self._encode_only,
             "finished": dict(self._finished),
             "refused": dict(self._refused),
             "met": {rule: self._met[rule] for rule in SLO_RULES} if self.slo is not None else None,
@@ -221,10 +229,10 @@ class Metrics:
         }
 
     def _attainment(self) -> dict[str, float] | None:
-        wanted = self.requests - self._finished[ENCODED]
-        if self.slo is None or not wanted:
+        judged = self.requests - self._encode_only
+        if self.slo is None or not judged:
             return None
-        return {rule: self._met[rule] / wanted for rule in SLO_RULES}
+        return {rule: self._met[rule] / judged for rule in SLO_RULES}
 
     def __str__(self) -> str:
         return "\n\n".join(as_text(table) for table in _tables(self.summary()))

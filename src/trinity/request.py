@@ -209,7 +209,7 @@ class Output(msgspec.Struct, kw_only=True):
 
     - ``request_id``: the request's.
     - ``text``, ``token_ids``: the output, without the stop string.
-    - ``finish_reason``: "stop", "length", "cancelled", "deadline" or "error".
+    - ``finish_reason``: "stop", "length", "cancelled", "deadline" or "error"; "encoded" of one for features alone.
     - ``prompt_tokens``, ``media_tokens`` (tokens): length of the prompt with visual tokens, and of these alone.
     - ``cached_tokens`` (tokens): part of the prompt that was in the prefix cache.
     - ``max_tokens`` (tokens): the limit in force; ``clipped``: it is below the request's, to fit the context.

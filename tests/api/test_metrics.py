@@ -80,6 +80,30 @@ def test_attainment_is_over_all_requests_and_each_rule() -> None:
     assert metrics.summary()["attainment"] == {"p90": 0.5, "p99": 0.25, "guard": 0.25, "tpot": 0.25}
 
 
+@pytest.mark.parametrize("reason", ["encoded", "error", "cancelled", "deadline", "refused"])
+def test_requests_for_features_are_in_no_attainment_and_no_latency_however_they_end(reason: str) -> None:
+    """At 66797f0 one that failed or was refused was a request that was not in time, with a prompt of no tokens."""
+    metrics = Metrics(SLO(ttft=1.0, tbt=0.05))
+    metrics.add(output(gaps=[0.01], spans={"prefill": 0.1}))
+    before = {name: list(each.counts) for name, each in metrics.histograms.items()}
+    if reason == "refused":
+        metrics.add_refused(RequestTooLarge("too large"), encode_only=True)
+    else:
+        metrics.add(output(reason, None, [], media_tokens=4, spans={"encode_queue": 0.0}), encode_only=True)
+    summary, counts = metrics.summary(), metrics.counts()
+    assert summary["attainment"] == {"p90": 1.0, "p99": 1.0, "guard": 1.0, "tpot": 1.0}
+    assert (summary["requests"], summary["finished"][reason]) == (2, 1)
+    assert (counts["judged"], counts["met"]["p90"]) == (1, 1)
+    assert {name: list(each.counts) for name, each in metrics.histograms.items()} == before
+
+
+def test_a_span_that_a_request_for_features_had_is_in_its_histogram() -> None:
+    metrics = Metrics()
+    metrics.add(output("encoded", None, [], spans={"encode": 0.25, "encode_queue": 0.0}), encode_only=True)
+    counted = {name for name, each in metrics.histograms.items() if any(each.counts)}
+    assert counted == {"encode_span_s"}, "a queue that took no time is none"
+
+
 def test_without_requests_or_slo_nothing_is_made_up() -> None:
     summary = Metrics(SLO(1.0, 1.0)).summary()
     assert summary["requests"] == 0

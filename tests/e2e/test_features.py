@@ -189,6 +189,8 @@ def test_what_cannot_be_encoded_is_refused_by_name(tmp_path: Path) -> None:
         with pytest.raises(RequestError, match="first argument"):
             await pipe.features(CAT, images=[CAT])
         assert (await pipe.features(CAT)).rows
+        assert pipe.metrics.summary()["finished"].keys() > {"refused", "encoded"}
+        assert pipe.metrics.counts()["judged"] == 0, "none was to be in time"
 
     served("llava", use, cache=CacheConfig(pools={"image": 12, "kv": 64}, image_block_size=8))
 

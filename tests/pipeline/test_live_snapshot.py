@@ -58,8 +58,10 @@ async def test_counts_of_requests_that_run_and_of_those_that_ended() -> None:
         check(outputs, requests)
         with pytest.raises(RequestError):
             await pipe.complete(EmulatedRequest(text_tokens=50_000, max_tokens=5))
+        await pipe.features(EmulatedRequest(image_tokens=(576,)))
         found = take_snapshot(pipe)
-        assert sum(found.finished.values()) == len(requests) + 1
+        assert sum(found.finished.values()) == len(requests) + 2
+        assert found.judged == len(requests) + 1, "no SLO is for features, which lowered attainment on the page"
         assert found.finished["length"] == len(requests)
         assert found.output_tokens == sum(each.max_tokens or 0 for each in requests)
         assert found.met is not None
@@ -67,8 +69,8 @@ async def test_counts_of_requests_that_run_and_of_those_that_ended() -> None:
         assert set(found.spans) == set(SPANS)
         assert found.spans["prefill"][1] == len(requests)
         encoded = [each.spans["encode"] for each in outputs if each.spans["encode"]]
-        assert found.spans["encode"][0] == pytest.approx(sum(encoded))
-        assert found.spans["encode"][1] == len(encoded)
+        assert found.spans["encode"][0] > sum(encoded)
+        assert found.spans["encode"][1] == len(encoded) + 1
         pairs = {(each.kind, each.source, each.target): each for each in found.transfers}
         assert sum(each.count for each in found.transfers if each.kind == "kv") == len(requests) - 1
         assert all(each.scheme == "inproc" for each in found.transfers if each.outcome == "pulled")

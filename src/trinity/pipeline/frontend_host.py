@@ -71,7 +71,7 @@ class FrontendHost:
             request = stream.request = check_request(stream.request)
             self._check_room(request)
         except RequestError as error:
-            self._metrics.add_refused(error)
+            self._metrics.add_refused(error, stream.encode_only)
             raise
         self.streams[request.request_id] = stream
         processed = await self._prepare(stream)
@@ -126,7 +126,7 @@ class FrontendHost:
         """Count a request that never started, by its own fault or because its reader or the pipeline has gone."""
         if isinstance(error, RequestError):
             self.streams.pop(stream.request.request_id, None)
-            self._metrics.add_refused(error)
+            self._metrics.add_refused(error, stream.encode_only)
         else:
             stream.end(End(stream.request.request_id, "cancelled"))
 

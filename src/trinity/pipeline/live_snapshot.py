@@ -88,7 +88,8 @@ class LiveSnapshot(msgspec.Struct, frozen=True):
     """State of a pipeline.
 
     - ``time`` (seconds since 1970); ``number``: counts the snapshots of one feed.
-    - ``slo`` (seconds): TTFT and TBT bounds. ``met``: requests that met them, by rule.
+    - ``slo`` (seconds): TTFT and TBT bounds. ``judged``: ended requests that these are for; ``met``: of them those that
+      met them, by rule.
     - ``requests``, ``unlisted``: up to 200 that are served now, oldest first, and how many more there are.
     - ``ended``: since the last snapshot, of those that it listed.
     - ``output_tokens``: of all requests so far, those served now included.
@@ -109,6 +110,7 @@ class LiveSnapshot(msgspec.Struct, frozen=True):
     ended: tuple[LiveEnd, ...]
     finished: dict[str, int]
     refused: dict[str, int]
+    judged: int
     met: dict[str, int] | None
     output_tokens: int
     preemptions: int
@@ -137,6 +139,7 @@ def take_snapshot(pipe: Pipeline, number: int = 1, watched: Iterable[Stream] = (
         ended=tuple(_describe_end(each) for each in islice(watched, MOST_SHOWN) if each.done),
         finished=counts["finished"],
         refused=counts["refused"],
+        judged=counts["judged"],
         met=counts["met"],
         output_tokens=counts["tokens"]["output"] + sum(each.token_count for each in streams),
         preemptions=counts["preemptions"],
