@@ -1,8 +1,9 @@
-"""Heads of requests that never end, by size or by time, and requests that go one behind the other on a connection."""
+"""Heads that never end, bodies that nobody waits for, answers that nobody reads, and requests one behind the other."""
 
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import Any, NamedTuple
@@ -16,20 +17,22 @@ from trinity.server import http_protocol
 
 POST = b"POST / HTTP/1.1\r\nhost: here\r\n"
 CHUNKED = POST + b"transfer-encoding: chunked\r\n\r\n"
+LATE = b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+EARLY = b"POST /early HTTP/1.1\r\nhost: here\r\ncontent-length: 3\r\n\r\n"
 
 
 async def measure_body(
     scope: Any, receive: Callable[[], Awaitable[Any]], send: Callable[[Any], Awaitable[None]]
 ) -> None:
-    """Answer a request with the size of its body; "/slow" a fifth of a second later."""
-    size, more = 0, True
+    """Answer a request with the size of its body; "/slow" a fifth of a second later, "/early" before it has come."""
+    size, more = 0, scope["path"] != "/early"
     while more:
         message = await receive()
         if message["type"] == "http.disconnect":
             return
         size, more = size + len(message.get("body", b"")), message.get("more_body", False)
     await asyncio.sleep(0.2 if scope["path"] == "/slow" else 0)
-    text = str(size).encode()
+    text = b"x" * (64 << 20) if scope["path"] == "/large" else str(size).encode()
     await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(text))]})
     await send({"type": "http.response.body", "body": text})
 
@@ -60,23 +63,34 @@ class Connection(NamedTuple):
         return sent
 
 
+class Connect:
+    """Makes connections to a server."""
+
+    def __init__(self, server: uvicorn.Server) -> None:
+        self._server, self.opened = server, list[Connection]()
+
+    async def __call__(self) -> Connection:
+        port = self._server.servers[0].sockets[0].getsockname()[1]
+        self.opened.append(Connection(*await asyncio.open_connection("127.0.0.1", port)))
+        return self.opened[-1]
+
+    def held(self) -> int:
+        """Count the connections that the server has."""
+        return len(self._server.server_state.connections)
+
+
 @asynccontextmanager
-async def connected() -> AsyncIterator[Callable[[], Awaitable[Connection]]]:
+async def connected() -> AsyncIterator[Connect]:
     server = uvicorn.Server(uvicorn.Config(measure_body, port=0, timeout_graceful_shutdown=1, **QUIET))
     task = asyncio.create_task(server.serve())
     while not server.started:
         await asyncio.sleep(0.01)
-    port, opened = server.servers[0].sockets[0].getsockname()[1], list[Connection]()
-
-    async def connect() -> Connection:
-        opened.append(Connection(*await asyncio.open_connection("127.0.0.1", port)))
-        return opened[-1]
-
+    connect = Connect(server)
     try:
         async with asyncio.timeout(LIVENESS_S):
             yield connect
     finally:
-        for each in opened:
+        for each in connect.opened:
             each.writer.close()
             with suppress(ConnectionError):
                 await each.writer.wait_closed()
@@ -142,6 +156,52 @@ async def test_a_head_that_does_not_end_is_left(begun: bytes, monkeypatch: pytes
         if begun:
             await again.ask(begun)
             assert (await again.answer())[0] == 408
+
+
+@pytest.mark.parametrize("pieces", [(b"a",), (b"a", b"b"), (b"abc",), (b"abc", b"POST / HT")])
+async def test_a_body_that_was_answered_before_it_came_is_not_waited_for(
+    pieces: tuple[bytes, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At 66797f0 a byte of it stopped uvicorn's clock of an idle connection, and nothing started another."""
+    monkeypatch.setattr(http_protocol, "HEAD_S", 0.2)
+    async with connected() as connect:
+        client = await connect()
+        await client.ask(EARLY)
+        assert await client.answer() == (200, b"0")
+        for piece in pieces:
+            await client.ask(piece)
+        assert await client.reader.read() in (b"", LATE), "no second answer while the first one's body is due"
+        assert not connect.held()
+
+
+async def test_a_body_that_comes_behind_its_answer_leaves_the_connection_usable() -> None:
+    async with connected() as connect:
+        client = await connect()
+        for _ in range(3):
+            await client.ask(EARLY)
+            assert await client.answer() == (200, b"0")
+            await client.ask(b"abc")
+        await client.ask(POST + b"content-length: 1\r\n\r\na")
+        assert await client.answer() == (200, b"1")
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="the system has no TCP_USER_TIMEOUT")
+@pytest.mark.parametrize("closed", [False, True])
+async def test_a_client_that_reads_nothing_is_no_connection_for_long(
+    closed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At 66797f0 its descriptor and what was written for it stayed as long as it liked, closed here or not."""
+    monkeypatch.setattr(http_protocol, "UNREAD_S", 0.5)
+    async with connected() as connect:
+        client = await connect()
+        client.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        more = b"connection: close\r\n" if closed else b""
+        await client.ask(b"GET /large HTTP/1.1\r\nhost: here\r\n" + more + b"\r\n")
+        while not connect.held():
+            await asyncio.sleep(0.01)
+        while connect.held():
+            await asyncio.sleep(0.01)
+        client.writer.transport.abort()
 
 
 async def test_a_head_behind_a_slow_answer_waits_with_its_client(monkeypatch: pytest.MonkeyPatch) -> None:
