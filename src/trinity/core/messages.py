@@ -177,7 +177,10 @@ class Fetched(Value, frozen=True):
 
 
 class PeerUp(Value, frozen=True):
-    """An instance is up, with these roles ("EP") and pools. ``returns``: it may send preempted requests back."""
+    """An instance is up, with these roles ("EP") and pools. ``returns``: it may send preempted requests back.
+
+    ``host``: where it runs; "" where nobody says.
+    """
 
     name: str
     roles: str
@@ -186,6 +189,7 @@ class PeerUp(Value, frozen=True):
     image_block_size: int = 576
     kv_block_size: int = 16
     returns: bool = False
+    host: str = ""
 
 
 class PeerLoad(Value, frozen=True):

@@ -1,5 +1,7 @@
 """Routing: chooses the next instance of a request, which stays where its next stage is (TriInfer 4.3).
 
+Where instances are on several hosts it stays on its own as far as that is fair (``trinity.core.near_hosts``).
+
 Policies by name: ``round_robin``, ``random``, ``least_loaded`` and ``prefix_hits`` (EPD-Serve 3.4). The last two read
 what instances publish of themselves (``Router.loads``), so that they choose alike in any process.
 """
@@ -12,6 +14,7 @@ from typing import Protocol, cast
 
 from trinity.core.block_pool import DIGEST, blocks_for, media_keys, prefix_keys
 from trinity.core.messages import IMAGE, KV, MediaSpan, PeerLoad, PeerSuspect, PeerUp, Work
+from trinity.core.near_hosts import HostTurns
 from trinity.errors import describe_error
 from trinity.plugins import load_plugin
 
@@ -44,18 +47,21 @@ RoutingPolicy = SimplePolicy | InformedPolicy
 
 
 class RoundRobin:
-    """Each in turn, per stage, from the ``first``-th on."""
+    """Each in turn, per stage, from the ``first``-th on. Of several hosts it is offered one at a time."""
+
+    by_host = True
 
     def __init__(self, first: int = 0) -> None:
         self._first = first
-        self._next: dict[str, int] = {}
+        self._next: dict[tuple[str, str], int] = {}  # by stage, and host where all are on one
 
     def begin(self, first: int) -> None:
         self._first = first
 
     def choose(self, letter: str, work: Work, peers: Sequence[PeerUp]) -> PeerUp:
-        turn = self._next.get(letter, self._first)
-        self._next[letter] = turn + 1
+        place = letter, peers[0].host if len({peer.host for peer in peers}) == 1 else ""
+        turn = self._next.get(place, self._first)
+        self._next[place] = turn + 1
         return peers[turn % len(peers)]
 
 
@@ -70,7 +76,7 @@ class RandomChoice:
 
 
 class LeastLoaded:
-    """The instance predicted to finish its present work first (EPD-Serve 3.4); ties in turn."""
+    """The instance predicted to finish its present work first (EPD-Serve 3.4); ties on the same host, then in turn."""
 
     informed, straight = True, False
 
@@ -82,7 +88,7 @@ class LeastLoaded:
         seconds = [router.seconds(peer.name, letter) for peer in peers]
         least = min(seconds)
         equal = [peer for peer, each in zip(peers, seconds, strict=True) if each == least]
-        return self._turns.choose(letter, work, equal)
+        return self._turns.choose(letter, work, router.hosts.prefer(equal))
 
 
 class PrefixHits:
@@ -126,10 +132,13 @@ def number_of(name: str) -> int:
 
 
 class Router:
-    """The instances that one core knows, and its policy; one with a ``begin`` is told the number of ``own``."""
+    """The instances that one core knows, and its policy; one with a ``begin`` is told the number of ``own``.
 
-    def __init__(self, policy: RoutingPolicy, own: str = "") -> None:
-        self.policy = policy
+    A policy with ``by_host = True`` is offered instances of one host: ``host`` (""), its own, as far as that is fair.
+    """
+
+    def __init__(self, policy: RoutingPolicy, own: str = "", host: str = "") -> None:
+        self.policy, self.hosts = policy, HostTurns(host)
         begin: Callable[[int], None] | None = getattr(policy, "begin", None)
         if begin is not None:
             begin(number_of(own))
@@ -220,6 +229,8 @@ class Router:
 
     def _chosen(self, letter: str, work: Work, peers: Sequence[PeerUp]) -> str:
         """Ask the policy. Raises ``BadChoice`` if that fails, or names another than one of ``peers``."""
+        if getattr(self.policy, "by_host", False):
+            peers = self.hosts.choose(letter, peers, self.peers.values())
         try:
             if self.informed:
                 picked = cast(InformedPolicy, self.policy).choose(letter, work, tuple(peers), self)

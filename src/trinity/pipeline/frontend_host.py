@@ -14,6 +14,7 @@ from trinity.core.messages import PeerDown, Send, Submit, Tick, Value
 from trinity.errors import ClosedError, ConfigError, Overloaded, RequestError
 from trinity.metrics import Metrics
 from trinity.pipeline.stream import Stream, make_late_failure, record_end, reduce_deadline
+from trinity.pipeline.transfer_ways import TransferWays
 from trinity.preprocess.detokenizer import TextStream
 from trinity.preprocess.processor import ProcessedRequest, RequestProcessor
 from trinity.remote.instance_client import InstanceClient
@@ -49,6 +50,7 @@ class FrontendHost:
         self.opened: PipelineState = "new"
         self.preparing = self.departures = 0
         self._broken: BaseException | None = None
+        self._ways = TransferWays()
         self._timer: asyncio.TimerHandle | None = None
         self._departed = asyncio.Event()
 
@@ -134,6 +136,7 @@ class FrontendHost:
         """Count a request that has ended, and add it to the trace."""
         self.streams.pop(stream.request.request_id, None)
         record_end(stream, self._metrics, self._trace)
+        self._ways.note(stream.output.transfers, self.core.router.peers)
 
     def find_place(self, request_id: str) -> str:
         """Name the instance that has a request, as far as the front end knows; "" where none has."""

@@ -15,6 +15,11 @@ def name_machine(address: str | None) -> str:
     return "" if host in ("", "localhost", socket.gethostname()) or is_own(host) else host
 
 
+def name_host(address: Address) -> str:
+    """Name the host of an address for people, and for who asks if two are on one; this one has its own name."""
+    return name_machine(str(address)) or socket.gethostname()
+
+
 def is_own(host: str) -> bool:
     """Tell if a numeric address is one of this host's interfaces: no others can be bound. Asks no name service."""
     try:

@@ -25,6 +25,7 @@ from trinity.errors import (
 from trinity.remote.agreement import WeightsAgreement
 from trinity.remote.channel import Channel, connect
 from trinity.remote.fork_client import INSTANCE_STOP_S
+from trinity.remote.host_addresses import name_host
 from trinity.remote.request_faults import decode_or_end, end_requests, requests_of
 from trinity.remote.supervisor_messages import Event, Linked, Lost, Refused, Unlinked
 from trinity.remote.supply import InstancePlace, InstanceProcess
@@ -104,6 +105,7 @@ class InstanceClient:
         Raises the error that the instance met, ``PeerLost`` or ``HandshakeError`` if it cannot be reached.
         """
         self._process = place.process
+        self.setup = msgspec.structs.replace(self.setup, host=name_host(place.address))
         self._channel = channel = await (_connect_when_up if place.listen_s else _connect_by_hand)(place, secret)
         channel.send(encode(self.setup))
         answer: Value = StillBusy()

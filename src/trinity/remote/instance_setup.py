@@ -108,7 +108,7 @@ def load_instance(setup: Setup) -> LoadedInstance:
     processor = RequestProcessor(setup.model) if measured and setup.paced is None else None
     try:
         loaded = load_instances(deployment, [spec], processor)[0]
-        loaded.settings = replace(loaded.settings, epoch=setup.epoch)
+        loaded.settings = replace(loaded.settings, epoch=setup.epoch, host=setup.host)
         return loaded
     finally:
         if processor is not None:

@@ -95,7 +95,7 @@ class Setup(Value, frozen=True, kw_only=True):
     ``routes``: transports by kind of block. ``stages``: names of the entry point ``trinity.stages``. ``pipeline`` tells
     this pipeline's instances from those of an earlier one. ``config`` is the digest of the front end's copy of the
     checkpoint's config.json. ``beside``: the pipeline's other instances on the same device. ``shelf``: the socket where
-    they leave weights for each other; "": none.
+    they leave weights for each other; "": none. ``host``: where this one is, as the pipeline names hosts.
     """
 
     name: str
@@ -138,6 +138,7 @@ class Setup(Value, frozen=True, kw_only=True):
     paced: EmulatedModel | None = None
     beside: tuple[DeviceTenant, ...] = ()
     shelf: str = ""
+    host: str = ""
 
 
 class InstanceInfo(Value, frozen=True):

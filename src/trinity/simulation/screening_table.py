@@ -51,6 +51,7 @@ SCREENED_AS: Mapping[str, ScreeningRow] = {
     "Settings.roles": ANY_VALUE,
     "Settings.pools": ANY_VALUE,
     "Settings.rules": ScreeningRow(note="by their own rows"),
+    "Settings.host": ScreeningRow(("",), note="a Simulator names none: in turn over all hosts, each move at its price"),
     "Settings.lanes": ANY_VALUE,
     "Settings.depth": ScreeningRow((1,), note="with 1 in place of 2, up to 85 % of the goodput were lost"),
     "Settings.image_block_size": ScreeningRow(note="equal on all instances"),

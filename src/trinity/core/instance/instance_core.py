@@ -74,7 +74,7 @@ class InstanceCore:
     def __init__(self, settings: Settings, policy: RoutingPolicy | None = None) -> None:
         settings.rules.check_cost()
         self.settings = settings
-        self.state = State(settings, Router(policy or RoundRobin(), settings.name))
+        self.state = State(settings, Router(policy or RoundRobin(), settings.name, settings.host))
         self._repeated: RepeatedStep | None = None
 
     def handle(self, event: Value, now: float) -> list[Value]:
@@ -103,8 +103,8 @@ class InstanceCore:
     def announcement(self) -> PeerUp:
         """Describe this instance to the other cores."""
         own = self.settings
-        returns = own.reservation == "optimistic"
-        return PeerUp(own.name, own.roles, own.epoch, dict(own.pools), own.image_block_size, own.kv_block_size, returns)
+        sizes, returns = (own.image_block_size, own.kv_block_size), own.reservation == "optimistic"
+        return PeerUp(own.name, own.roles, own.epoch, dict(own.pools), *sizes, returns, own.host)
 
     def check(self) -> None:
         """Assert the invariants of the pools and of what is held; for tests and after failures."""

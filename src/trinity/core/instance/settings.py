@@ -18,6 +18,7 @@ class Settings:
     """An instance as its core sees it.
 
     - ``pools``: blocks by kind.
+    - ``host`` (""): where it runs; instances of one name are on one host.
     - ``lanes`` (("joint",)): or ("vision", "language").
     - ``depth`` (1): steps in flight on a lane; with 2 the next one is decided while one runs (async scheduling).
     - ``layers`` (1): of a KV block.
@@ -47,6 +48,7 @@ class Settings:
     report_s: float = 0.1
     heartbeat_s: float = 1.0
     digest_keys: int = 512
+    host: str = ""
 
 
 def check_reservation(name: str) -> None:

@@ -1,0 +1,64 @@
+"""Near hosts: a request's next stage stays on its host, as far as each instance of that stage gets its equal share.
+
+KV between two hosts costs a network, and features cost it too. Always to stay would leave instances without work where
+a host has many that send and few that receive. So hosts take turns by weights, out of whole numbers that every
+instance has alike: of S senders and R receivers, a host with s of the one and r of the other sends s * R parts and
+takes r * S. It keeps the smaller of the two; what is left of its own goes to hosts that could take more.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from trinity.core.messages import PeerUp
+
+BEFORE = {"P": "E", "D": "P"}  # the stage whose instances hand a request on to this one
+
+
+class HostTurns:
+    """Turns of hosts for the requests that one instance hands on. ``host`` (""): its own; "" is on none."""
+
+    def __init__(self, host: str = "") -> None:
+        self._host = host
+        self._weights: dict[str, dict[str, int]] = {}
+        self._credits: dict[str, dict[str, int]] = {}
+
+    def choose(self, letter: str, peers: Sequence[PeerUp], known: Iterable[PeerUp]) -> Sequence[PeerUp]:
+        """Choose the host whose turn it is; return those of ``peers`` on it, all of them where it makes no difference.
+
+        ``known``: every instance, by which a fair share is told.
+        """
+        if all(peer.host == self._host for peer in peers):
+            return peers
+        weights = weigh_hosts(self._host, letter, peers, known)
+        if not weights:
+            return peers
+        if weights != self._weights.get(letter):
+            self._weights[letter], self._credits[letter] = weights, dict.fromkeys(weights, 0)
+        credits, total = self._credits[letter], sum(weights.values())
+        for host, weight in weights.items():
+            credits[host] += weight
+        turn = max(credits, key=credits.__getitem__)  # the first of equals: its own
+        credits[turn] -= total
+        return [peer for peer in peers if peer.host == turn]
+
+    def prefer(self, peers: Sequence[PeerUp]) -> Sequence[PeerUp]:
+        """Return those on the same host, all of them where there are none."""
+        return [peer for peer in peers if peer.host == self._host] or peers if self._host else peers
+
+
+def weigh_hosts(own: str, letter: str, peers: Sequence[PeerUp], known: Iterable[PeerUp]) -> dict[str, int]:
+    """Weigh the hosts of ``peers`` for what is handed on from ``own``, that one first; {} where nothing is known."""
+    before = BEFORE.get(letter, "")
+    senders = Counter(peer.host for peer in known if before and before in peer.roles and letter not in peer.roles)
+    receivers = Counter(peer.host for peer in peers)
+    if not senders[own]:
+        return {}
+    sent = {host: count * receivers.total() for host, count in senders.items()}
+    room = {host: count * senders.total() - sent.get(host, 0) for host, count in receivers.items()}
+    kept = min(sent[own], receivers[own] * senders.total())
+    free = {host: more for host, more in room.items() if more > 0}
+    away = {host: (sent[own] - kept) * more for host, more in free.items() if host != own}
+    weights = {own: kept * (sum(free.values()) or 1), **away}
+    return {host: weight for host, weight in weights.items() if weight}
