@@ -92,11 +92,12 @@ async def test_a_client_that_comes_early_is_told_when_to_come_again() -> None:
     """OpenAI's client then waits as long as it is told, twice, in place of twice a second at most."""
     server = ModelServer(Pipeline(checkpoint("llama"), "PD", dtype="float32"), ServerConfig())
     async with listening(server.make_app(), server) as (url, _), httpx2.AsyncClient(base_url=url, timeout=60) as http:
-        early = await http.post(CHAT, json=chat_body())
-        assert (early.status_code, early.json()["error"]["code"]) == (503, "loading")
+        for early in (await http.post(CHAT, json=chat_body()), await http.get("/v1/models")):
+            assert (early.status_code, early.json()["error"]["code"]) == (503, "loading")
         async with server.pipe, openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
             answer = await client.chat.completions.create(**chat_body(model="llama", max_tokens=2))
-            assert answer.usage is not None and answer.usage.completion_tokens == 2
+            assert answer.usage is not None
+            assert answer.usage.completion_tokens == 2
         late = await http.post(CHAT, json=chat_body())
         assert (late.status_code, late.json()["error"]["code"]) == (503, "unavailable")
     assert float(early.headers["retry-after"]) >= 5 > float(late.headers["retry-after"])

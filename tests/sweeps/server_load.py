@@ -2,8 +2,9 @@
 
 ``make server-load`` runs it. The server is a process of its own, over a tiny model; its clients are plain sockets here.
 Waves of all streams must give those who stay their exact tokens, and leave memory, file descriptors and blocks as they
-were; what the C library keeps of freed memory for the next wave is given back before memory is read. Then the CPU time of a server's request and token beyond the library's own is measured: the same requests
-once by HTTP and once by ``pipe.stream`` in the same process.
+were; what the C library keeps of freed memory for the next wave is given back before memory is read. Then the CPU time
+of a server's request and token beyond the library's own is measured: the same requests once by HTTP and once by
+``pipe.stream`` in the same process.
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ from starlette.types import Receive, Scope, Send
 from trinity.errors import ClosedError, RequestError
 from trinity.pipeline import Pipeline
 from trinity.pipeline.features import FeatureStream
+from trinity.pipeline.frontend_host import PipelineState
 from trinity.server.chat_reply import ChatReply
 from trinity.server.completion_reply import CompletionReply
 from trinity.server.connection import ClientGone, Exchange, HeldBytes
@@ -180,13 +181,10 @@ class ModelServer:
             await exchange.reply(200, write_embedding(found, asked, name))
 
     def _check_served(self, model: str | None) -> str:
-        """Return the name to report. Raises ``ApiError`` 404, and 503 while the model loads; ``ClosedError`` after its end."""
+        """Return the name to report. Raises ``ApiError`` 404, ``ClosedError`` while the model is not there."""
         name = self.check_model(model)
-        if self.pipe.state in ("new", "starting"):
-            text = "the model is loading; /ready answers 200 once it is there"
-            raise ApiError(503, "loading", text, headers={"retry-after": str(LOADING_RETRY_S)})
         if self.pipe.state != "running":
-            raise ClosedError("the model is no longer served")
+            raise ClosedError("the model is not served")
         return name
 
     def _tool_format(self, call: ParsedCall) -> str:
@@ -270,10 +268,19 @@ class Endpoint:
         except ClientGone:
             raise
         except Exception as error:
-            if self._server.pipe.state == "failed" and isinstance(error, RequestError):
-                error = ClosedError("the model has failed; send the request to another server")
+            error = _explain(error, self._server.pipe.state)
             exchange.trace.fail(error, begun=bool(exchange.status))
             await exchange.fail(error)
+
+
+def _explain(error: Exception, state: PipelineState) -> Exception:
+    """Return what a client is told in place of an error that comes of the pipeline's state."""
+    if state in ("new", "starting") and isinstance(error, ClosedError):
+        text = "the model is loading; /ready answers 200 once it is there"
+        return ApiError(503, "loading", text, headers={"retry-after": str(LOADING_RETRY_S)})
+    if state == "failed" and isinstance(error, RequestError):
+        return ClosedError("the model has failed; send the request to another server")
+    return error
 
 
 class _ResponseCollector(Collector):

@@ -176,7 +176,7 @@ def uvicorn_options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def keep_loaded() -> None:
-    """Take what is loaded out of Python's collections: each would look through torch's modules, and stop all for 0.3 s."""
+    """Take what is loaded out of Python's collections, each of which would stop all requests for 0.3 s to look at it."""
     gc.collect()
     gc.freeze()
 
