@@ -176,7 +176,7 @@ def uvicorn_options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def keep_loaded() -> None:
-    """Take what is loaded out of Python's collections, each of which would stop all requests for 0.3 s to look at it."""
+    """Take what is loaded out of Python's collections: to look at it stops all requests for 0.3 s each time."""
     gc.collect()
     gc.freeze()
 
