@@ -121,12 +121,44 @@ def test_a_name_that_nobody_answers_for_cannot_hold_a_thread(server: str, monkey
     assert np.array_equal(read(f"{server}/image", OPEN), PIXELS)
 
 
+@pytest.fixture
+def silent_names(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A resolver that answers for no name, as behind a wall that only a proxy has a door in."""
+    over, look_up = threading.Event(), socket.getaddrinfo
+
+    def silent(host: str, *given: Any, **named: Any) -> Any:
+        if host.endswith(".invalid") and not named.get("flags"):
+            assert over.wait(60)
+            raise OSError("no such name")
+        return look_up(host, *given, **named)
+
+    monkeypatch.setattr(socket, "getaddrinfo", silent)
+    yield
+    over.set()
+
+
+@pytest.mark.parametrize("scheme", ["http://", ""])
+def test_a_name_that_the_proxy_alone_knows_is_not_asked_for(
+    scheme: str, silent_names: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At 3b0380c it was looked up here first, for as long as the fetch had."""
+    with serving(PicturePages("127.0.0.1")) as pages:
+        pages.pictures["/http://inside.invalid/image"] = pages.pictures["/image"]
+        monkeypatch.setenv("HTTP_PROXY", f"{scheme}127.0.0.1:{pages.port}")
+        monkeypatch.setenv("NO_PROXY", "elsewhere.invalid")
+        assert np.array_equal(read("http://inside.invalid/image", OPEN), PIXELS)
+        with pytest.raises(MediaProblem, match="took longer"):
+            read("http://elsewhere.invalid/image", HASTY)
+        assert [path for path, _ in pages.asked] == ["http://inside.invalid/image"]
+
+
+@pytest.mark.parametrize("proxy", ["http://nobody.invalid:3128", "nobody.invalid:3128"])
 @pytest.mark.parametrize("through", ["a proxy", "no proxy"])
 def test_a_proxy_that_nobody_answers_for_holds_no_thread_of_the_program(
-    through: str, monkeypatch: pytest.MonkeyPatch
+    through: str, proxy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The client looks up names by itself where proxies are set: of the proxy, and of hosts that go past it."""
-    monkeypatch.setenv("HTTP_PROXY", "http://nobody.invalid:3128")
+    monkeypatch.setenv("HTTP_PROXY", proxy)
     monkeypatch.setenv("NO_PROXY", "" if through == "a proxy" else "*")
     answered, askers = threading.Event(), list[str]()
 

@@ -196,13 +196,17 @@ async def _judge(target: Any, rules: UrlRules | None) -> list[str]:
 
 
 async def _let_client_find(target: Any) -> list[str]:
-    """Leave it to the client to find the host, or the proxy to it, once names that it may look up were answered for.
+    """Leave it to the client to find the host, or the proxy to it, once the name that it will look up was answered for.
 
     Its own look-ups run on the threads that all of a program shares, where a name that nobody answers for would stay.
+    The name of a host behind a proxy is that one's to look up: nobody here may know it.
     """
-    url = _import_client().URL
-    for each in (target, *map(url, _list_proxies(target.scheme))):
-        with suppress(OSError):  # the client may not need it, and says what is wrong if it does
+    from urllib.request import proxy_bypass  # as the client imports it; it takes a while
+
+    past = proxy_bypass(target.netloc.decode("ascii"))
+    proxies = (each if "://" in each else f"http://{each}" for each in _list_proxies(target.scheme))
+    for each in (target,) if past else map(_import_client().URL, proxies):
+        with suppress(OSError):  # the client says what is wrong
             await look_up(each.raw_host.decode("ascii"), each.port or 0)
     return [""]
 
