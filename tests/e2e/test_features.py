@@ -346,3 +346,32 @@ def test_the_request_behind_media_and_messages() -> None:
     request = trinity.Request("<image>", images=[CAT])
     assert make_feature_request(request, {}) is request
     assert make_feature_request(request, {"session": "s"}).session == "s"
+    assert make_feature_request(SEE, {"images": [CAT]}).images == [CAT], "a part may take its image from there"
+    emulated = make_feature_request(EmulatedRequest(image_tokens=(9,)), {"contents": ("a",)})
+    assert isinstance(emulated, EmulatedRequest)
+    assert emulated.contents == ("a",)
+
+
+@pytest.mark.parametrize("given", [b"image", bytearray(b"image"), memoryview(b"image"), "a.png", CAT])
+def test_bytes_of_any_kind_are_one_image(given: Any) -> None:
+    """At 3b0380c a bytearray was an image a byte."""
+    [medium] = make_feature_request(given, {}).all_media()
+    assert medium.source is given
+
+
+@pytest.mark.parametrize(
+    ("given", "field", "text"),
+    [
+        (trinity.Request("<image>", images=[CAT]), "deadline", "'deadline_s' is near"),
+        (trinity.Request("<image>", images=[CAT]), "temperature", "no field 'temperature'"),
+        (CAT, "temperature", "those of trinity.Request are taken"),
+        (CAT, "messages", "first argument"),
+        (CAT, "prompt", "first argument"),
+        (CAT, "media", "first argument"),
+        (SEE, "messages", "first argument"),
+    ],
+)
+def test_fields_that_cannot_be_are_refused_by_name(given: Any, field: str, text: str) -> None:
+    """At 3b0380c some were a TypeError from inside, and sampling was taken where nothing is sampled."""
+    with pytest.raises(RequestError, match=text):
+        make_feature_request(given, {field: []})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -26,11 +26,7 @@ def make_chat_request(messages: Messages, sampling: Sampling | None = None, **fi
 
     Raises ``RequestError`` for a field that neither has.
     """
-    known, unknown = _TAKEN | _SAMPLED, [name for name in fields if name not in _TAKEN | _SAMPLED]
-    if unknown:
-        near = get_close_matches(unknown[0], sorted(known), n=1)
-        hint = f"; {near[0]!r} is near" if near else "; those of trinity.Request and trinity.Sampling are taken"
-        raise RequestError(f"a request has no field {unknown[0]!r}{hint}", _name_in(fields))
+    check_field_names(fields, _TAKEN | _SAMPLED, "those of trinity.Request and trinity.Sampling")
     sampled = {name: value for name, value in fields.items() if name in _SAMPLED}
     taken = {name: value for name, value in fields.items() if name in _TAKEN}
     return Request(
@@ -38,6 +34,15 @@ def make_chat_request(messages: Messages, sampling: Sampling | None = None, **fi
         sampling=_choose(sampling, sampled, _name_in(fields)),
         **taken,
     )
+
+
+def check_field_names(fields: Mapping[str, Any], known: Collection[str], taken: str) -> None:
+    """Raise ``RequestError`` for a field that is not ``known``; ``taken`` says which are."""
+    for name in fields:
+        if name not in known:
+            near = get_close_matches(name, sorted(known), n=1)
+            hint = f"{near[0]!r} is near" if near else f"{taken} are taken"
+            raise RequestError(f"a request has no field {name!r}; {hint}", _name_in(fields))
 
 
 def _user_message(text: str, fields: Mapping[str, Any]) -> list[dict[str, Any]]:

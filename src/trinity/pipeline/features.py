@@ -10,7 +10,7 @@ import msgspec
 from trinity.core.frontend import End
 from trinity.core.messages import ENCODED, Failure, MediaSpan, ResolvedSampling
 from trinity.errors import ClosedError, RequestError
-from trinity.pipeline.chat import make_chat_request
+from trinity.pipeline.chat import check_field_names
 from trinity.pipeline.stream import Stream, StreamHost
 from trinity.preprocess.detokenizer import TextStream
 from trinity.preprocess.processor import ProcessedRequest
@@ -121,18 +121,20 @@ def make_feature_request(given: Any, fields: Mapping[str, Any]) -> Request:
     given: one medium or several, each as in ``Request.images`` or a ``Media``; or messages, as in ``Request``.
     fields: further fields of ``Request``.
 
-    Raises ``RequestError`` for a field that there is none of.
+    Raises ``RequestError`` for a field that there is none of, or that says again what is ``given``.
     """
     if isinstance(given, Request):
+        check_field_names(fields, given.__struct_fields__, "its own")
         return msgspec.structs.replace(given, **fields) if fields else given
-    several = isinstance(given, Sequence) and not isinstance(given, str | bytes)
-    if several and given and all(isinstance(each, Mapping) for each in given):
-        return make_chat_request(given, **fields)
+    check_field_names(fields, Request.__struct_fields__, "those of trinity.Request")
+    several = isinstance(given, Sequence) and not isinstance(given, str | bytes | bytearray | memoryview)
+    chat = several and given and all(isinstance(each, Mapping) for each in given)
+    if fields.keys() & ({"prompt", "messages"} if chat else {"prompt", "messages", "images", "media"}):
+        raise RequestError("give all media, or the messages, as the first argument and not in a field")
+    if chat:
+        return Request(messages=given, **fields)
     media = [each if isinstance(each, Media) else Media("image", each) for each in (given if several else (given,))]
-    if fields.keys() & {"images", "media"}:
-        raise RequestError("give all media as the first argument, not in images= or media=")
-    markers = "".join(f"<{each.kind}>" for each in media)
-    return msgspec.structs.replace(make_chat_request("", **fields), messages=None, prompt=markers, media=media)
+    return Request("".join(f"<{each.kind}>" for each in media), media=media, **fields)
 
 
 async def read_features(host: StreamHost, given: Any, fields: Mapping[str, Any]) -> Features:
