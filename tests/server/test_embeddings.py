@@ -133,6 +133,7 @@ async def test_what_a_class_that_pools_does_not_embed(pooling: Path) -> None:
             answer = await served.http.post(EMBED, json=body)
             assert (answer.status_code, answer.json()["error"]["code"]) == (status, code), (body, answer.text)
             assert text in answer.json()["error"]["message"], answer.text
+        assert "encoded" not in served.pipe.metrics.summary()["finished"], "nothing was encoded to be refused then"
         found = await served.http.post(EMBED, json=ask(DATA, normalize=False, user="me", model="mine"))
         assert found.status_code == 200
         assert (await served.http.post("/v1/chat/completions", json=chat_body(max_tokens=1))).status_code == 200

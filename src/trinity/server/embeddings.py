@@ -8,12 +8,15 @@ from __future__ import annotations
 import base64
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
 from trinity.errors import RequestError
 from trinity.pipeline import Pipeline
+from trinity.preprocess.content_parts import take_media
+from trinity.preprocess.prompt_problem import PromptProblem
 from trinity.request import Request
 from trinity.server.error_table import ApiError
 from trinity.server.fields import make_request, new_id, read_fields, refuse_fields
@@ -76,16 +79,21 @@ def read_embedding_body(body: Mapping[str, Any]) -> EmbeddingBody:
 
 
 def make_embedding_request(asked: EmbeddingBody) -> Request:
-    """Make the request of an image. Raises ``RequestError`` for text, which no encode stage embeds."""
+    """Make the request of an image. Raises ``RequestError`` for text, which no encode stage embeds, and for several."""
     if asked.messages is None or asked.input not in (None, "", []):
         raise RequestError("input is text, and images alone are embedded here; send messages with one image, no input")
-    return make_request(
+    request = make_request(
         messages=asked.messages,
         request_id=new_id("embd"),
         deadline_s=asked.deadline_s,
         cache_salt=asked.cache_salt or "",
         template_kwargs=asked.chat_template_kwargs or {},
     )
+    with suppress(PromptProblem):  # which the pipeline tells, as of any request
+        count = len(take_media(request).all_media())
+        if count > 1:
+            raise RequestError(f"one vector is that of one image, and the input has {count}; send them apart")
+    return request
 
 
 def check_pooling(pipe: Pipeline, name: str) -> None:
@@ -100,10 +108,9 @@ def check_pooling(pipe: Pipeline, name: str) -> None:
 
 
 def write_embedding(found: Features, asked: EmbeddingBody, name: str) -> bytes:
-    """Write the response. Raises ``RequestError`` for an input of several images."""
-    if len(found.rows) != 1:
-        raise RequestError(f"one vector is that of one image, and the input has {len(found.rows)}; send them apart")
-    vector = found.rows[0].reshape(-1).float().numpy()
+    """Write the response: the one row of its one image."""
+    [rows] = found.rows
+    vector = rows.reshape(-1).float().numpy()
     coded = base64.b64encode(vector.astype("<f4").tobytes()).decode() if asked.encoding_format == "base64" else None
     made = EmbeddingList(
         id=found.request_id,
