@@ -251,6 +251,27 @@ async def test_one_that_is_no_more_as_it_began_is_not_kept(
         assert await take_and_leave() is not launcher
 
 
+HIDES_PROCESSES = """
+import os
+own = os.listdir
+def shown(place="."):
+    if str(place).startswith("/proc"): raise FileNotFoundError(place)
+    return own(place)
+os.listdir = shown
+"""
+
+
+async def test_one_that_cannot_look_at_itself_serves_and_is_not_kept(
+    started: Births, bare: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At e136b4c it ended before its first order, in a sandbox without /proc: no pipeline in processes could start."""
+    monkeypatch.setattr(Launcher, "program", ("-c", HIDES_PROCESSES + BARE))
+    launcher = await take()
+    assert not launcher.ended.done()
+    await leave(launcher)
+    assert await has_gone(launcher, started)
+
+
 FROZEN_AT_WORK = """
 import json, os, sys, time
 def say(**words): os.write(1, json.dumps(words).encode() + b"\\n")
