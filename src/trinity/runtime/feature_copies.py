@@ -32,7 +32,7 @@ def _copy(memory: BlockMemory, command: Collect) -> tuple[torch.Tensor, ...]:
 
 
 def _copy_item(memory: BlockMemory, blocks: tuple[int, ...], rows: int) -> torch.Tensor:
-    """Copy the first ``rows`` rows of these blocks: [rows, width]."""
+    """Copy the first ``rows`` rows of these blocks: [rows, width]. Blocks chosen by a list are a copy by themselves."""
     import torch
 
     if memory.raw is None:
@@ -41,4 +41,4 @@ def _copy_item(memory: BlockMemory, blocks: tuple[int, ...], rows: int) -> torch
         found = torch.from_numpy(memory.raw[list(blocks)]).view(memory.shape.dtype)
     else:  # of an emulated model: numbers that stand for rows
         found = torch.from_numpy(memory.raw[list(blocks)].view("int64"))
-    return found.view(len(blocks) * memory.shape.shape[0], -1)[:rows].cpu().clone()
+    return found.view(len(blocks) * memory.shape.shape[0], -1)[:rows].cpu()
