@@ -5,6 +5,7 @@ from __future__ import annotations
 import runpy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from trinity.core.instance.settings import Reservation, check_depth, check_limits, check_reservation
 from trinity.core.messages import FRONTEND
@@ -140,12 +141,15 @@ def name_instances(instances: Sequence[Instance]) -> list[Instance]:
 GivenPlacement = str | Placement | Sequence[Instance]
 
 
-def list_instances(placement: GivenPlacement) -> list[Instance]:
-    """List the instances of a placement, each with its name. Raises ``ConfigError``."""
+def list_instances(placement: GivenPlacement, **options: Any) -> list[Instance]:
+    """List the instances of a placement, each with its name. Raises ``ConfigError``.
+
+    ``options``: keywords of all of them; instances that are given have their own.
+    """
     if isinstance(placement, str):
         placement = Placement.parse(placement)
     if isinstance(placement, Placement):
-        return [Instance(roles, name) for name, roles in placement.instances()]
+        return [Instance(roles, name, **options) for name, roles in placement.instances()]
     return name_instances(placement)
 
 

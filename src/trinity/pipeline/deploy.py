@@ -10,7 +10,7 @@ from trinity.core.instance.settings import Reservation
 from trinity.core.routing import RoutingPolicy
 from trinity.core.scheduler import BatchRules
 from trinity.errors import ConfigError, UnknownName
-from trinity.instance import Instance
+from trinity.instance import Instance, list_instances
 from trinity.placement import Placement
 from trinity.planner import Plan
 
@@ -49,13 +49,11 @@ def make_instances(
         if name not in InstanceOptions.__annotations__:
             raise UnknownName("keyword of Pipeline or its instances", name, InstanceOptions.__annotations__)
     if isinstance(placement, Plan):
-        knobs, named = read_plan_settings(placement), Placement.parse(placement.placement).instances()
-        given: dict[str, Any] = {**options}
-        return [Instance(roles, name, **_plan_options(knobs, roles, limited) | given) for name, roles in named]
-    if isinstance(placement, str):
-        placement = Placement.parse(placement)
-    if isinstance(placement, Placement):
-        return [Instance(roles, name, **options) for name, roles in placement.instances()]
+        knobs, given = read_plan_settings(placement), {**options}
+        planned = list_instances(placement.placement)
+        return [replace(each, **_plan_options(knobs, each.roles, limited) | given) for each in planned]
+    if isinstance(placement, str | Placement):
+        return list_instances(placement, **options)
     if not placement:
         raise ConfigError("a pipeline needs at least one instance")
     if options:
