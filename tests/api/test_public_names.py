@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import inspect
 import subprocess
 import sys
 from importlib.metadata import version
@@ -46,6 +47,14 @@ def test_each_public_name_is_there(name: str) -> None:
     assert getattr(trinity, name) is value
     assert name in dir(trinity)
     assert value.__doc__
+
+
+@pytest.mark.parametrize("name", trinity.__all__)
+def test_each_public_class_says_what_it_takes(name: str) -> None:
+    """An editor, help() and the reference ask so; a name that is imported for the type checker alone would raise."""
+    value = getattr(trinity, name)
+    if inspect.isroutine(value) or (inspect.isclass(value) and not issubclass(value, BaseException)):
+        assert inspect.signature(value)
 
 
 def test_the_type_checker_sees_the_same_names() -> None:

@@ -37,7 +37,7 @@ class Features(msgspec.Struct, kw_only=True):
     """
 
     request_id: str
-    rows: list[torch.Tensor]
+    rows: list[Any]  # tensors, in words that inspect and msgspec can read without torch
     media_tokens: int = 0
     latency_s: float = 0.0
     spans: dict[str, float] = msgspec.field(default_factory=dict)
