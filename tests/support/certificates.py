@@ -36,3 +36,8 @@ class Authority:
         signer = ["-CA", str(self.certificate), "-CAkey", str(self.key), "-CAcreateserial", "-days", str(days)]
         run("x509", "-req", "-in", str(asked), *signer, "-out", str(certificate))
         return TLSConfig(certificate, key, self.certificate)
+
+
+def make_certificates(folder: Path) -> list[str]:
+    """Files of one certificate that all sides show."""
+    return [str(each) for each in Authority(folder, "authority").issue("all").paths()]

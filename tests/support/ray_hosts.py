@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import json
-import os
-import select
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
 from support import namespaces, paths, ray_cluster
-from support.certificates import Authority
-from support.checkpoint_files import checkpoint
+from support.asked_program import AskedProgram
+from support.asked_program import check_told as check_told
+from support.asked_program import make_wanted as make_wanted
+from support.certificates import make_certificates as make_certificates
 from support.namespaces import HostSpace, two_hosts
 from support.ray_cluster import ENVIRONMENT, LIVENESS_S, RayCluster, RayNode
 from support.ray_cluster import ray_cluster as ray_cluster_folder
-from support.running_instances import GREEDY, PHOTOS
-from trinity.request import Request
-from trinity.testing.oracle import Oracle
+from support.running_instances import PHOTOS
 
-REQUEST_ERRORS = {"MigrationError", "StageError", "Overloaded", "RequestError", "PeerLost"}
 PROGRAM = paths.TESTS / "support" / "ray_program.py"
 
 
@@ -33,13 +27,12 @@ def missing() -> str:
     return ray_cluster.missing() or namespaces.missing()
 
 
-class RayHosts:
+class RayHosts(AskedProgram):
     """The cluster, its hosts, the raylet of each, and the program, which runs on the first."""
 
     def __init__(self, cluster: RayCluster, hosts: Sequence[HostSpace], cpus: Sequence[int]) -> None:
         self.cluster, self.hosts, self.cpus = cluster, hosts, cpus
         self.nodes: list[RayNode] = []
-        self.program: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
         [one, two], [few, many] = self.hosts, self.cpus
@@ -58,46 +51,13 @@ class RayHosts:
         self.start()
 
     def run(self, model: Path | str, tls: Sequence[str]) -> None:
-        known = {**os.environ, **ENVIRONMENT, "PYTHONPATH": paths.PYTHON_PATH}
-        known |= {"UCX_NET_DEVICES": self.hosts[0].device}
+        known = {**ENVIRONMENT, "PYTHONPATH": paths.PYTHON_PATH, "UCX_NET_DEVICES": self.hosts[0].device}
         words = [str(PROGRAM), self.cluster.address, str(model), str(PHOTOS[0]), *tls]
-        pipe = subprocess.PIPE
-        self.program = subprocess.Popen(
-            [*self.hosts[0].entry, sys.executable, *words], stdin=pipe, stdout=pipe, env=known, start_new_session=True
-        )
-
-    def ask(self, word: str, timeout_s: float = 3 * LIVENESS_S) -> dict[str, Any]:
-        """Give the program a word; return what it says."""
-        assert self.program is not None
-        told = cast(IO[bytes], self.program.stdin)
-        told.write(f"{word}\n".encode())
-        told.flush()
-        heard = cast(IO[bytes], self.program.stdout)
-        ready, _, _ = select.select([heard], [], [], timeout_s)
-        assert ready, f"the program said nothing for {timeout_s} s"
-        answer: dict[str, Any] = json.loads(heard.readline())
-        return answer
-
-    def end(self) -> int:
-        """Have the program close its pipeline; return its exit code."""
-        assert self.program is not None
-        cast(IO[bytes], self.program.stdin).close()
-        try:
-            return self.program.wait(LIVENESS_S)
-        finally:
-            cast(IO[bytes], self.program.stdout).close()
+        self.begin([*self.hosts[0].entry, sys.executable, *words], known)
 
     def driver(self) -> list[int]:
         """Processes of the program's driver of Ray."""
         return find_processes("trinity.remote.ray_driver")
-
-    def close(self) -> None:
-        if self.program is not None and self.program.poll() is None:
-            with suppress(ProcessLookupError):
-                os.killpg(self.program.pid, signal.SIGKILL)
-            self.program.wait()
-            for each in (self.program.stdin, self.program.stdout):
-                cast(IO[bytes], each).close()
 
 
 def find_processes(of: str) -> list[int]:
@@ -119,13 +79,8 @@ def ray_hosts(cpus: Sequence[int]) -> Iterator[RayHosts]:
             made.start()
             yield made
         finally:
-            made.close()
+            made.kill()
             cluster.close()
-
-
-def make_certificates(folder: Path) -> list[str]:
-    """Files of one certificate that all sides show."""
-    return [str(each) for each in Authority(folder, "authority").issue("all").paths()]
 
 
 def wait_until(true: Any, what: str) -> None:
@@ -133,17 +88,3 @@ def wait_until(true: Any, what: str) -> None:
     while not true():
         assert time.monotonic() < until, what
         time.sleep(0.1)
-
-
-def make_wanted() -> list[int]:
-    """What ``generate()`` answers to the program's request."""
-    asked = Request("<image>\nWhat is this?", images=PHOTOS[:1], max_tokens=24, sampling=GREEDY)
-    return Oracle(checkpoint("llava")).generate(asked)
-
-
-def check_told(told: dict[str, Any], wanted: list[int]) -> int:
-    """Every answer is exact, every error one of a request's; return the number of answers."""
-    assert not told["problem"], told
-    assert [tokens for tokens, _ in told["answers"]] in ([], [wanted])
-    assert set(told["errors"]) <= REQUEST_ERRORS
-    return sum(count for _, count in told["answers"])
