@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -44,6 +46,14 @@ class HostSpaces(AskedProgram):
         """Start the command of a host anew; what the last had begun has ended by then."""
         self.commands[number].close()
         self.commands[number] = self.start(number)
+
+    def cut(self, seconds: float) -> None:
+        """Take the network between the two away for so long."""
+        one = self.spaces[1]
+        for state in ("down", "up"):
+            words = ["ip", "link", "set", one.device, state]
+            subprocess.run(["nsenter", f"--target={one.process}", "--net", *words], check=True, capture_output=True)
+            time.sleep(seconds if state == "down" else 0.0)
 
     def run(self, model: Path | str, tls: Sequence[str]) -> None:
         words = [str(PROGRAM), str(self.file), str(model), str(PHOTOS[0]), *tls]

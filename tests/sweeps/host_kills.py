@@ -1,4 +1,4 @@
-"""Instances, launchers and whole commands of two hosts without Ray killed under load.
+"""Instances, launchers and whole commands of two hosts without Ray killed under load, and the network between cut.
 
     python tests/sweeps/host_kills.py [KILLS [MODEL]]        50 by default; as root, for namespaces
 
@@ -28,15 +28,22 @@ from support.certificates import make_certificates
 from support.checkpoint_files import checkpoint
 from support.host_spaces import HostSpaces, host_spaces
 
-KINDS = ("instance", "instance", "launcher", "instance", "command", "two instances", "both commands")
+KINDS = ("instance", "instance", "launcher", "instance", "command", "two instances", "both commands", "network")
 PLACEMENT = "2E1P2D"  # P and D on the first host, E on the second
 LATEST_KILL_S = 1.0  # after the last came back
+CUT_S = 12.0  # of the network: longer than the pipeline's silence_s
 NOTICED_S = 60.0  # for the program to hear of a loss
 
 
 def strike(hosts: HostSpaces, kind: str, draw: random.Random) -> list[int]:
-    """Kill one of a kind, or two, wherever they are; return their processes. Commands are started again at once."""
+    """Kill one of a kind, or two, wherever they are; return their processes. Commands are started again at once.
+
+    The network comes back by itself.
+    """
     numbers = [0, 1] if kind.endswith("s") else [draw.randrange(2)]
+    if kind == "network":
+        hosts.cut(CUT_S)
+        return []
     victims = []
     for number in numbers:
         command = hosts.commands[number]

@@ -22,6 +22,7 @@ import uvicorn
 
 from trinity.errors import ConfigError
 from trinity.pipeline import Pipeline
+from trinity.pipeline.hosted import read_hosted_options
 from trinity.preprocess.media_limits import MediaLimits
 from trinity.server.application import ModelServer
 from trinity.server.http_protocol import BoundedProtocol
@@ -29,6 +30,7 @@ from trinity.server.settings import ServerConfig
 
 logger = logging.getLogger("trinity.server")
 KEY_VARIABLE = "TRINITY_API_KEY"
+HOST_TLS = ("certificate", "key", "authority")
 KEEP_ALIVE_S = 75  # s of an idle connection: longer than clients keep theirs, which otherwise meet a closed one
 LAST_S = 5  # s that connections have to close behind the drain
 
@@ -78,7 +80,16 @@ def _make_parser() -> argparse.ArgumentParser:
         "trinity serve path/to/llava --placement 1E2P1D --hosting process --api-key SECRET",
     )
     parser.add_argument("model", help="a checkpoint's directory, a hub id that is cached, or shapes")
-    parser.add_argument("--placement", default="EPD", help="EPD (default), 1E2P1D, ...")
+    where = parser.add_mutually_exclusive_group()
+    where.add_argument("--placement", default="EPD", help="EPD (default), 1E2P1D, ...")
+    where.add_argument(
+        "--hosts", metavar="FILE", help="instances of this file of hosts, which run already (docs/hosts.md)"
+    )
+    parser.add_argument(
+        "--trusted-network", action="store_true", help="only hosts you trust are on the network of --hosts"
+    )
+    for name in HOST_TLS:
+        parser.add_argument(f"--hosts-tls-{name}", metavar="FILE", help="in PEM: TLS for control channels of --hosts")
     parser.add_argument("--hosting", choices=("thread", "process"), default="thread", help="of instances")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at; 0.0.0.0 for all (give a key then)")
     parser.add_argument("--port", type=int, default=8000, help="0 for a free one, which is printed")
@@ -132,10 +143,15 @@ def name_served(model: str) -> str:
 
 def make_served_pipeline(arguments: argparse.Namespace) -> Pipeline:
     """Make the pipeline that the arguments name."""
+    tls = [getattr(arguments, f"hosts_tls_{name}") for name in HOST_TLS]
+    if not arguments.hosts and (arguments.trusted_network or any(tls)):
+        raise ConfigError("--trusted-network and --hosts-tls-... are of the network of --hosts FILE")
+    placed: dict[str, Any] = {"placement": arguments.placement, "hosting": arguments.hosting}
+    if arguments.hosts:
+        placed = read_hosted_options(arguments.hosts, tls, trusted_network=arguments.trusted_network)
     return Pipeline(
         arguments.model,
-        arguments.placement,
-        hosting=arguments.hosting,
+        **placed,
         dtype=arguments.dtype,
         device=arguments.device,
         max_waiting=arguments.max_waiting,
