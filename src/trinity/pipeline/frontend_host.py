@@ -13,12 +13,13 @@ from trinity.core.frontend import Abort, Deliver, End, FrontendCore
 from trinity.core.messages import PeerDown, Send, Submit, Tick, Value
 from trinity.errors import ClosedError, ConfigError, Overloaded, RequestError
 from trinity.metrics import Metrics
+from trinity.pipeline.request_map import ServeOne
 from trinity.pipeline.stream import Stream, make_late_failure, record_end, reduce_deadline
 from trinity.pipeline.transfer_ways import TransferWays
 from trinity.preprocess.detokenizer import TextStream
 from trinity.preprocess.processor import ProcessedRequest, RequestProcessor
 from trinity.remote.instance_client import InstanceClient
-from trinity.request import Request, check_request
+from trinity.request import Output, Request, check_request
 from trinity.runtime.host import InstanceHandle
 from trinity.traces.trace import Trace
 
@@ -223,6 +224,17 @@ class FrontendHost:
     async def wait_room(self) -> None:
         """Wait until a request would not be refused for the number of those that wait."""
         await self.until(lambda: self.core.waiting + self.preparing < self.core.max_waiting)
+
+    async def serve_in_turn(self, serve: ServeOne, request: Request) -> Output:
+        """Serve a request once there is room: it is refused only if it is too large by itself."""
+        while True:
+            await self.wait_room()
+            seen = self.departures
+            try:
+                return await serve(request)
+            except Overloaded:
+                if not await self.wait_departure(seen):
+                    raise
 
     async def wait_departure(self, since: int) -> bool:
         """Wait until ``departures`` is no longer ``since``; False where no request is left that could depart."""

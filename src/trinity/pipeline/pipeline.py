@@ -30,7 +30,7 @@ from trinity.pipeline.deploy import InstanceOptions, choose_rules_and_routing, m
 from trinity.pipeline.features import Features, FeatureSource, read_features
 from trinity.pipeline.frontend_host import FrontendHost, PipelineState
 from trinity.pipeline.map_progress import Progress
-from trinity.pipeline.request_map import MapResult, OnError, Requests, map_requests, serve_in_turn
+from trinity.pipeline.request_map import MapResult, OnError, Requests, map_requests
 from trinity.pipeline.stream import Stream
 from trinity.pipeline.views import describe_pipeline, instance_table
 from trinity.placement import Placement
@@ -355,7 +355,7 @@ class Pipeline:
         """
         concurrency = min(check_value("concurrency", concurrency, Whole), self._frontend.core.max_waiting)
         return map_requests(
-            partial(serve_in_turn, self._frontend, self.complete),
+            partial(self._frontend.serve_in_turn, self.complete),
             requests,
             concurrency=concurrency,
             ordered=ordered,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Iterable, Sequence, Sized
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
-from trinity.errors import ConfigError, Overloaded, RequestError
+from trinity.errors import ConfigError, RequestError
 from trinity.errors.arguments import Whole, check_value, show
 from trinity.pipeline.map_progress import MapProgress, Progress
 from trinity.pipeline.results_file import ResultsFile
@@ -43,28 +43,6 @@ def map_requests(
         raise ConfigError(f"requests must be an iterable of trinity.Request, got {show(requests)}")
     shown = MapProgress(progress, len(requests) if isinstance(requests, Sized) else None)
     return _serve_all(serve, requests, concurrency, ordered, shown, resume, model, returns)
-
-
-class WaitingRoom(Protocol):
-    """Place where requests wait for room: a pipeline's front end."""
-
-    departures: int
-
-    async def wait_room(self) -> None: ...
-
-    async def wait_departure(self, since: int) -> bool: ...
-
-
-async def serve_in_turn(room: WaitingRoom, serve: ServeOne, request: Request) -> Output:
-    """Serve a request once there is room: it is refused only if it is too large by itself."""
-    while True:
-        await room.wait_room()
-        seen = room.departures
-        try:
-            return await serve(request)
-        except Overloaded:
-            if not await room.wait_departure(seen):
-                raise
 
 
 async def _serve_all(
