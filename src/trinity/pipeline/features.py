@@ -52,7 +52,7 @@ class Features(msgspec.Struct, kw_only=True):
 class FeatureStream(Stream):
     """One encode-only request in flight: a stream that has no token, and features at its end."""
 
-    encode_only = True
+    _encode_only = True
 
     def __init__(self, host: StreamHost, request: Request) -> None:
         super().__init__(host, request)

@@ -14,7 +14,7 @@ from trinity.core.messages import PeerDown, Send, Submit, Tick, Value
 from trinity.errors import ClosedError, ConfigError, Overloaded, RequestError
 from trinity.metrics import Metrics
 from trinity.pipeline.request_map import ServeOne
-from trinity.pipeline.stream import Stream, make_late_failure, record_end, reduce_deadline
+from trinity.pipeline.stream import Stream, make_late_failure, record_end, record_refused, reduce_deadline
 from trinity.pipeline.transfer_ways import TransferWays
 from trinity.preprocess.detokenizer import TextStream
 from trinity.preprocess.processor import ProcessedRequest, RequestProcessor
@@ -74,7 +74,7 @@ class FrontendHost:
             request = stream.request = check_request(stream.request)
             self._check_room(request)
         except RequestError as error:
-            self._metrics.add_refused(error, stream.encode_only)
+            record_refused(stream, error, self._metrics)
             raise
         self.streams[request.request_id] = stream
         processed = await self._prepare(stream)
@@ -129,7 +129,7 @@ class FrontendHost:
         """Count a request that never started, by its own fault or because its reader or the pipeline has gone."""
         if isinstance(error, RequestError):
             self.streams.pop(stream.request.request_id, None)
-            self._metrics.add_refused(error, stream.encode_only)
+            record_refused(stream, error, self._metrics)
         else:
             stream.end(End(stream.request.request_id, "cancelled"))
 

@@ -46,7 +46,7 @@ class Stream:
     can be entered once.
     """
 
-    encode_only: ClassVar[bool] = False  # it is to have no token: no row of a trace, no latency of one, no SLO
+    _encode_only: ClassVar[bool] = False  # it is to have no token: no row of a trace, no latency of one, no SLO
 
     def __init__(self, host: StreamHost, request: Request) -> None:
         self.request = request
@@ -332,11 +332,16 @@ def reduce_deadline(processed: ProcessedRequest, spent_s: float) -> ProcessedReq
 def record_end(stream: Stream, metrics: Metrics, trace: Trace) -> None:
     """Count a request that has ended, and add it to the trace. What cannot be recorded is logged: its reader waits."""
     try:
-        metrics.add(stream.output, stream.encode_only)
-        if not stream.encode_only:  # a row is a prompt and an output, to plan on
+        metrics.add(stream.output, stream._encode_only)
+        if not stream._encode_only:  # a row is a prompt and an output, to plan on
             trace.append(make_trace_row(stream))
     except Exception:
         logger.exception("request %s has ended and could not be recorded", stream.request.request_id)
+
+
+def record_refused(stream: Stream, error: RequestError, metrics: Metrics) -> None:
+    """Count a request that never started."""
+    metrics.add_refused(error, stream._encode_only)
 
 
 def make_trace_row(stream: Stream) -> dict[str, Any]:
