@@ -22,7 +22,7 @@ import uvicorn
 
 from trinity.errors import ConfigError
 from trinity.pipeline import Pipeline
-from trinity.pipeline.hosted import read_hosted_options
+from trinity.pipeline.host_options import read_hosted_options
 from trinity.preprocess.media_limits import MediaLimits
 from trinity.server.application import ModelServer
 from trinity.server.http_protocol import BoundedProtocol
