@@ -143,3 +143,11 @@ def test_prompts_are_counted_before_a_request_is_made_of_one(monkeypatch: pytest
     monkeypatch.setattr(fields, "make_request", lambda **_: pytest.fail("a request was made"))
     with pytest.raises(RequestError, match="prompt has 3 texts; 2 are allowed"):
         read_completion_call({"prompt": ["a", "b", "c"]}, 2)
+
+
+@pytest.mark.parametrize(("name", "token"), [("0" * 25 + "5", 5), ("0" * 30, 0), ("7", 7)])
+def test_zeros_before_a_token_id_do_not_make_another(name: str, token: int) -> None:
+    messages = [{"role": "user", "content": "a"}]
+    sampling = read_chat_body({"messages": messages, "logit_bias": {name: 1}}).sampling
+    assert sampling is not None
+    assert dict(sampling.logit_bias or {}) == {token: 1.0}

@@ -6,6 +6,7 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import pytest
@@ -80,8 +81,8 @@ class Connect:
 
 
 @asynccontextmanager
-async def connected() -> AsyncIterator[Connect]:
-    server = uvicorn.Server(uvicorn.Config(measure_body, port=0, timeout_graceful_shutdown=1, **QUIET))
+async def connected(app: Any = measure_body) -> AsyncIterator[Connect]:
+    server = uvicorn.Server(uvicorn.Config(app, port=0, timeout_graceful_shutdown=1, **QUIET))
     task = asyncio.create_task(server.serve())
     while not server.started:
         await asyncio.sleep(0.01)
@@ -219,3 +220,121 @@ async def test_requests_one_behind_the_other_are_answered_in_turn() -> None:
         client = await connect()
         await client.ask(b"".join(POST + b"content-length: %d\r\n\r\n" % size + b"a" * size for size in range(9)))
         assert [await client.answer() for _ in range(9)] == [(200, b"%d" % size) for size in range(9)]
+
+
+async def test_a_head_that_comes_at_once_has_the_same_bound() -> None:
+    long = b"a" * http_protocol.MOST_HEAD
+    async with connected() as connect:
+        for head in (
+            b"x-long: " + long,
+            b"x-a: b\r\n" * (len(long) // 8),
+            b"x-a: " + long + b"\r\nconnection: upgrade",
+        ):
+            client = await connect()
+            await client.ask(POST + head + b"\r\n\r\n")
+            assert (await client.answer())[0] == 431
+            assert await client.reader.read() == b""
+
+
+async def test_what_is_no_http_is_not_told_in_the_middle_of_an_answer() -> None:
+    async with connected() as connect:
+        client = await connect()
+        await client.ask(b"no\0 HTTP\r\n\r\n")
+        assert (await client.answer())[0] == 400
+        client = await connect()
+        await client.ask(b"GET /slow HTTP/1.1\r\nhost: here\r\n\r\nno\0 HTTP\r\n\r\n")
+        assert await client.reader.read() == b"", "which would be read as the answer of the request before"
+
+
+UPGRADES = ["h2c", "websocket", "h2c, close"]
+BODIES = {
+    b"content-length: 24\r\n\r\n": b"GET / HTTP/1.1\r\nx: abc\r\n",
+    b"transfer-encoding: chunked\r\n\r\n": b"18\r\nGET / HTTP/1.1\r\nx: abc\r\n\r\n0\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("upgrade", UPGRADES)
+@pytest.mark.parametrize("framing", BODIES, ids=["length", "chunks"])
+@pytest.mark.parametrize("pieces", [1, 2, 400])
+async def test_an_upgrade_is_ignored_and_its_body_is_no_request(upgrade: str, framing: bytes, pieces: int) -> None:
+    """As Java's own client asks for h2c. A body that is parsed as a request is one that a proxy has not seen."""
+    kind, _, close = upgrade.partition(", ")
+    asks = f"connection: upgrade, {close or 'x'}\r\nupgrade: {kind}\r\n".encode()
+    head, behind = POST + asks + framing, POST + b"content-length: 1\r\n\r\na"
+    sent = head + BODIES[framing] + (b"" if close else behind)
+    cuts = {1: [], 2: [len(head)], 400: list(range(1, len(sent)))}[pieces]
+    async with connected() as connect:
+        client = await connect()
+        for start, end in pairwise([0, *cuts, len(sent)]):
+            await client.ask(sent[start:end])
+            await asyncio.sleep(0)
+        assert await client.answer() == (200, b"24")
+        if close:
+            assert await client.reader.read() == b""
+        else:
+            assert await client.answer() == (200, b"1")
+
+
+async def test_many_upgrades_at_once_are_answered_in_turn() -> None:
+    async with connected() as connect:
+        client = await connect()
+        await client.ask(b"GET / HTTP/1.1\r\nconnection: upgrade\r\nupgrade: h2c\r\n\r\n" * 1500)
+        for _ in range(1500):
+            assert await client.answer() == (200, b"0")
+
+
+async def test_trailers_are_no_headers() -> None:
+    seen: list[list[tuple[bytes, bytes]]] = []
+
+    async def note_headers(scope: Any, receive: Any, send: Any) -> None:
+        await measure_body(scope, receive, send)
+        seen.append(scope["headers"])
+
+    async with connected(note_headers) as connect:
+        client = await connect()
+        for _ in range(2):
+            await client.ask(CHUNKED + b"1\r\na\r\n0\r\nauthorization: Bearer key\r\n\r\n")
+            assert await client.answer() == (200, b"1")
+    assert seen == [[(b"host", b"here"), (b"transfer-encoding", b"chunked")]] * 2
+
+
+@pytest.mark.parametrize("behind", [0, 1, http_protocol.MOST_BEHIND])
+async def test_a_client_that_leaves_ends_the_request_before_those_behind_it(behind: int) -> None:
+    begun, told = asyncio.Event(), asyncio.Event()
+
+    async def wait_for_leave(scope: Any, receive: Any, send: Any) -> None:
+        begun.set()
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        told.set()
+
+    async with connected(wait_for_leave) as connect:
+        client = await connect()
+        await client.ask((POST + b"content-length: 1\r\n\r\na") * (1 + behind))
+        await begun.wait()
+        client.writer.close()
+        await told.wait()
+
+
+async def test_a_connection_is_not_read_for_ever_ahead_of_its_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    heads, held, parse = [0], asyncio.Event(), http_protocol.BoundedProtocol.on_headers_complete
+
+    def count(protocol: http_protocol.BoundedProtocol) -> None:
+        heads[0] += 1
+        parse(protocol)
+
+    async def hold(scope: Any, receive: Any, send: Any) -> None:
+        await held.wait()
+        await measure_body(scope, receive, send)
+
+    monkeypatch.setattr(http_protocol.BoundedProtocol, "on_headers_complete", count)
+    async with connected(hold) as connect:
+        client = await connect()
+        client.writer.write((POST + b"content-length: 65536\r\n\r\n" + b"a" * 65536) * 200)
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(1):
+                await client.writer.drain()
+        assert heads[0] <= http_protocol.MOST_BEHIND + 8, "those of the last read are parsed"
+        held.set()
+        for _ in range(200):
+            assert await client.answer() == (200, b"65536")

@@ -266,7 +266,7 @@ def make_sampling(asked: SamplingFields, logprobs: int | None, form: Form | None
 def _token_id(name: str) -> int:
     if not name.isascii() or not name.isdigit():
         raise RequestError(f"logit_bias has {name[:20]!r} for a token id; give whole numbers")
-    return int(name[:20])
+    return int(name.lstrip("0")[:20] or "0")
 
 
 def complete_request(request: Request, limited: bool, deadline_s: float | None) -> Request:

@@ -1,7 +1,9 @@
 """HTTP/1.1 of one connection: uvicorn's protocol over httptools, with bounds on what is no body.
 
 uvicorn waits for ever for a request's head, for the rest of a body that it has answered, and for a client that reads
-nothing; and it keeps headers of any size. httptools, a C parser, takes half a millisecond less of a request than h11.
+nothing; it keeps headers of any size, takes trailers for headers, reads the body of a request that asks for another
+protocol as a request of its own, and tells only the last of several requests that their client has left. httptools, a C
+parser, takes half a millisecond less of a request than h11.
 """
 
 from __future__ import annotations
@@ -9,26 +11,69 @@ from __future__ import annotations
 import asyncio
 import socket
 from http import HTTPStatus
+from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+import httptools
+from uvicorn._types import ASGI3Application
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 # Bytes of a request beside its body: its head, its trailers, and sizes of chunks, which may have its body's size more.
 MOST_HEAD = 64 << 10
 HEAD_S = 30.0  # s from a connection, or a head's first byte, to the head's end; also for the rest of an answered body
 UNREAD_S = 90.0  # s for which a client may read nothing of what was written, also once its connection is closed here
 
+MOST_BEHIND = 16  # requests behind the one that is answered, before their connection is read no further
+_FRAMING = (b"content-length", b"transfer-encoding")
+
+
+class _HeadTooLarge(Exception):
+    """The head that was parsed is larger than ``MOST_HEAD``."""
+
+
+class _Parser:
+    """httptools' parser, which goes on with the body of a request whose upgrade is not taken (RFC 9110, 7.8)."""
+
+    def __init__(self, protocol: BoundedProtocol) -> None:
+        self._protocol = protocol
+        self._inner = self._make_inner()
+
+    def feed_data(self, data: bytes) -> None:
+        """Parse. Raises ``HttpParserError``, and ``HttpParserUpgrade`` for an upgrade that is taken."""
+        while True:
+            try:
+                return self._inner.feed_data(data)
+            except httptools.HttpParserUpgrade as upgrade:
+                if not self._protocol.ignores_upgrade:
+                    raise
+                self._inner = self._make_inner()
+                data = self._protocol.repeat_framing() + data[upgrade.args[0] :]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    def _make_inner(self) -> httptools.HttpRequestParser:
+        made = httptools.HttpRequestParser(self._protocol)
+        made.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn's
+        return made
+
 
 class BoundedProtocol(HttpToolsProtocol):
     """One connection, which is closed where a head takes longer than ``HEAD_S`` or is larger than ``MOST_HEAD``.
 
     Unless a request is being answered, one of two clocks always runs: uvicorn's while nothing comes, ours from then on.
+
+    Attributes: ``ignores_upgrade``, True between a head whose upgrade is not taken and its framing, fed again.
     """
 
+    ignores_upgrade = False
     _beside = 0  # bytes of this request that are no body
     _head_is_due = True
+    _too_large = False
     _clock: asyncio.TimerHandle | None = None
+    _answered: RequestResponseCycle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # as uvicorn's
+        self.parser = _Parser(self)  # type: ignore[assignment] # it has the same methods
         super().connection_made(transport)
         _end_unread(transport)
         self._start_clock()
@@ -36,6 +81,10 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_clock()
         super().connection_lost(exc)
+        cycle, self._answered = self._answered, None  # uvicorn has told the last one alone
+        if cycle is not None and not cycle.response_complete:
+            cycle.disconnected = True
+            cycle.message_event.set()
 
     def data_received(self, data: bytes) -> None:
         """Parse what has come. Answers 431, and closes, where a request has too much beside its body."""
@@ -48,19 +97,62 @@ class BoundedProtocol(HttpToolsProtocol):
         elif self._clock is None and self.timeout_keep_alive_task is None and not self._is_answering():
             self._start_clock()
 
+    def send_400_response(self, msg: str) -> None:
+        """Refuse what cannot be parsed, and never in the middle of an answer."""
+        self._refuse(
+            HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE if self._too_large else HTTPStatus.BAD_REQUEST,
+        )
+
+    # ------------------------------------------------------------ what the parser calls
+
+    def on_message_begin(self) -> None:
+        if self._head_is_due:
+            super().on_message_begin()
+
+    def on_url(self, url: bytes) -> None:
+        if self._head_is_due:
+            super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        """Take a header; trailers are dropped: what stands behind a body is none of its head (RFC 9110, 6.5.1)."""
+        if self._head_is_due:
+            super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
+        if not self._head_is_due:
+            self.ignores_upgrade = False
+            return
+        if self._beside > MOST_HEAD and self._measure_head() > MOST_HEAD:
+            self._too_large = True
+            raise _HeadTooLarge
         self._beside, self._head_is_due = 0, False
         self._stop_clock()
+        self.ignores_upgrade = self.parser.should_upgrade() and not self._should_upgrade()
         super().on_headers_complete()
+        if len(self.pipeline) < MOST_BEHIND:  # who is not read is not seen to leave
+            self.flow.resume_reading()
 
     def on_body(self, body: bytes) -> None:
         self._beside -= 2 * len(body)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
-        self._beside, self._head_is_due = 0, True
-        self._stop_clock()
-        super().on_message_complete()
+        if not self.ignores_upgrade:
+            self._beside, self._head_is_due = 0, True
+            self._stop_clock()
+            super().on_message_complete()
+
+    def repeat_framing(self) -> bytes:
+        """Make a head that tells a parser how long the body of this request is."""
+        framing = [b"%s: %s\r\n" % each for each in self.headers if each[0] in _FRAMING]
+        return b"POST / HTTP/1.1\r\n" + b"".join(framing) + b"\r\n"
+
+    def _measure_head(self) -> int:
+        return len(self.url) + sum(len(name) + len(value) + 4 for name, value in self.headers)
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: ASGI3Application) -> None:
+        self._answered = cycle
+        super()._start_asgi_task(cycle, app)
 
     def _start_clock(self) -> None:
         self._clock = self.loop.call_later(HEAD_S, self._refuse, HTTPStatus.REQUEST_TIMEOUT)
