@@ -32,9 +32,9 @@ class Chat:
 
     async def __call__(self, http: Request) -> Response:
         asked = await http.json()
-        request = trinity.Request(asked["prompt"], max_tokens=asked.get("max_tokens", 64), untrusted=True)
-        stream = self.pipe.stream(request)
         try:
+            request = trinity.Request(asked["prompt"], max_tokens=asked.get("max_tokens", 64), untrusted=True)
+            stream = self.pipe.stream(request)
             await stream.__aenter__()  # raises before the answer has begun
         except trinity.RequestError as error:
             return PlainTextResponse(str(error), status_code=400)

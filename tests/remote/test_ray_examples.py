@@ -66,9 +66,10 @@ def test_the_deployment_of_ray_serve_answers_as_generate_does(cluster: RayCluste
     )
     try:
         assert ask(serving, port, {"prompt": "Hello there", "max_tokens": TOKENS}) == (200, wanted)
-        status, said = ask(serving, port, {"prompt": "Hello there", "max_tokens": 100_000})
-        assert status == 400
-        assert "100000" in said
+        for refused in ({"max_tokens": -7}, {"prompt": "far too long " * 5_000}):
+            status, said = ask(serving, port, {"prompt": "Hello there", **refused})
+            assert status == 400
+            assert "-7" in said or "context" in said
     finally:
         serving.send_signal(signal.SIGINT)
         serving.wait(LIVENESS_S)
