@@ -52,6 +52,12 @@ def test_nobody_is_left_without_work() -> None:
     assert Counter(ask(make_router("P0", placed), "D", 30)) == {"D0": 10, "D1": 10, "D2": 10}
 
 
+def test_turns_on_a_host_are_its_own() -> None:
+    """One count for all hosts would give every second turn, and so the same instance, to each of two."""
+    placed = {"P0": "a", "D0": "a", "D1": "a", "D2": "b", "D3": "b"}
+    assert Counter(ask(make_router("P0", placed), "D", 40)) == {"D0": 10, "D1": 10, "D2": 10, "D3": 10}
+
+
 def test_features_stay_too_and_cross_where_they_have_to() -> None:
     placed = {"E0": "a", "E1": "b", "P0": "a", "P1": "b", "D0": "a"}
     assert set(ask(make_router("E0", placed), "P", 6)) == {"P0"}

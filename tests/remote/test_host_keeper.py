@@ -22,6 +22,7 @@ from trinity.errors import ConfigError
 from trinity.pipeline import Pipeline
 from trinity.remote import host_keeper
 from trinity.remote.host_keeper import HostKeeper, check_host
+from trinity.remote.host_launchers import HostLaunchers
 from trinity.remote.hosts import HostedInstance, HostEntry, HostTable, write_hosts
 from trinity.remote.process_identity import has_ended, read_start
 from trinity.remote.server import main
@@ -139,6 +140,37 @@ def test_a_port_that_is_taken_is_tried_again(tmp_path: Path, table: HostTable) -
     assert f"instance E0 at {table.placement[0].address}: the instance has ended before it listened" in said
     assert "begun again in 0.2 s" in said
     assert "begun again in 0.4 s" in said, "each pause is longer"
+
+
+def test_nobody_has_to_read_what_it_prints(both: list[HostCommand]) -> None:
+    [victim] = both[0].instances()
+    assert both[0].run.stdout is not None
+    both[0].run.stdout.close()
+    for _ in range(2):
+        os.kill(victim, signal.SIGKILL)
+        until(lambda lost=victim: len(both[0].instances()) == 1 and both[0].instances() != [lost])  # type: ignore[misc]
+        [victim] = both[0].instances()
+    assert both[0].run.poll() is None
+
+
+def test_launchers_without_a_life_are_closed_once() -> None:
+    """Two lives that end at the same time both look for what is not needed any more."""
+
+    class Slow:
+        closed = 0
+
+        def close(self) -> None:
+            Slow.closed += 1
+            time.sleep(0.05)
+
+    async def close_both() -> None:
+        forks = HostLaunchers()
+        forks.launchers = [Slow(), Slow(), Slow()]  # type: ignore[list-item]
+        await asyncio.gather(*(forks._close_unused() for _ in range(4)))
+        assert (Slow.closed, len(forks.launchers)) == (2, 1)
+        await forks.close()
+
+    asyncio.run(close_both())
 
 
 async def test_a_frozen_launcher_does_not_hide_an_end(monkeypatch: pytest.MonkeyPatch) -> None:

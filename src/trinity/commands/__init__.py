@@ -33,7 +33,9 @@ COMMANDS = {
     "batch": Subcommand("trinity.server.batch", "serve a file of chats into a file of answers; a stopped run goes on"),
     "bench": Subcommand("trinity.bench.__main__", "measure goodput of placements and engines on your checkpoint"),
     "check": Subcommand("trinity.memory.weight_check", "print or compare digests of a checkpoint's files"),
-    "instance": Subcommand("trinity.remote.server", "run one instance that pipelines elsewhere attach"),
+    "instance": Subcommand(
+        "trinity.remote.server", "run one instance, or all of a host, that pipelines elsewhere attach"
+    ),
     "serve": Subcommand("trinity.server.command", "an OpenAI-compatible server on one model", "server"),
     "train-demo": Subcommand("trinity.demo.__main__", "train the small model of the demo again, from nothing"),
     "version": Subcommand("trinity.commands.version", "print the versions of trinity and of what it runs on"),

@@ -72,8 +72,9 @@ class HostLaunchers:
     async def _close_unused(self) -> None:
         """End launchers that take no orders and have no life any more."""
         used = [each.launcher for each in self._lives]
-        for old in [each for each in self.launchers[:-1] if each not in used]:
-            self.launchers.remove(old)
+        unused = [each for each in self.launchers[:-1] if each not in used]
+        self.launchers = [each for each in self.launchers if each not in unused]  # before anybody else looks
+        for old in unused:
             await asyncio.to_thread(old.close)
 
     async def close(self) -> None:

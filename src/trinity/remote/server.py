@@ -19,10 +19,11 @@ import os
 import sys
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from trinity.core.messages import FRONTEND
-from trinity.errors import HandshakeError, TransportError, TrinityError
+from trinity.errors import ConfigError, HandshakeError, TransportError, TrinityError
 from trinity.memory.block_memory import BlockMemory
 from trinity.remote.channel import SECRET_VARIABLE, SHORTEST_SECRET, TIMEOUT_S, Address, Channel
 from trinity.remote.listener import listen
@@ -201,12 +202,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(json.dumps({"listening": str(bound)}), flush=True)
 
     model = str(given.model.resolve()) if given.model is not None else None
-    take_interface_of(Address.parse(given.listen).host)
+    with suppress(ConfigError):  # of an address that is none, which is told below
+        take_interface_of(Address.parse(given.listen).host)
     return serve_instance(given.listen, secret, announce, once=given.once, model=model, tls=tls)
 
 
 def _announce_named(name: str, bound: Address) -> None:
-    print(json.dumps({"instance": name, "listening": str(bound)}), flush=True)
+    with suppress(OSError):  # who read the output may have gone; the instances serve on
+        print(json.dumps({"instance": name, "listening": str(bound)}), flush=True)
 
 
 if __name__ == "__main__":
