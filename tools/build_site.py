@@ -24,6 +24,8 @@ GUIDE = [
     "requests",
     "server",
     "deploy",
+    "hosts",
+    "ray",
     "placements",
     "transports",
     "planning",
