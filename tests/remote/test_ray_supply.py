@@ -114,6 +114,21 @@ async def test_a_driver_that_fails_is_a_typed_error_soon(case: str, monkeypatch:
         await supply.aclose()
 
 
+@pytest.mark.parametrize("line", ["5", "[]", "null", "{", "hello", "[" * 100_000])
+async def test_a_driver_that_makes_no_sense_is_ended(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would live on beside the next, with its hosts, and nobody would close it."""
+    saying = f"say(ready=True); sys.stdin.readline(); print({line!r}, flush=True); sys.stdin.read()"
+    supply = driven_by(monkeypatch, saying)
+    async with asyncio.timeout(LIVENESS_S):
+        session = await supply._get_session()
+        with pytest.raises(PeerLost, match="driver of Ray has ended"):
+            await supply.begin(order())
+        await session._process.wait()
+        assert session.ended
+        assert await supply._get_session() is not session
+        await supply.aclose()
+
+
 ONCE = """
 say(ready=True)
 asked = json.loads(sys.stdin.readline())

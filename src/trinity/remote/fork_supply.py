@@ -16,7 +16,6 @@ from trinity.remote.tls import TLSConfig
 from trinity.remote.warm_launchers import LAUNCHER_WAITS_S, leave_launcher, take_launcher
 
 logger = logging.getLogger("trinity")
-END_POLL_S = 0.005
 
 
 class ForkSupply:
@@ -99,9 +98,8 @@ class ForkSupply:
     async def end(self, name: str, epoch: int) -> None:
         """Kill it, and wait for its end by the system's word."""
         process = self._processes.get((name, epoch))
-        while process is not None and not process.has_ended():
-            process.kill()
-            await asyncio.sleep(END_POLL_S)
+        if process is not None:
+            await process.end()
         self._processes.pop((name, epoch), None)
 
     async def aclose(self) -> None:

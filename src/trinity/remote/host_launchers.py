@@ -12,8 +12,6 @@ from trinity.remote.process_identity import read_start
 from trinity.remote.supply import InstanceProcess
 from trinity.remote.tls import TLSConfig
 
-_END_POLL_S = 0.005
-
 
 @dataclass(frozen=True, eq=False)
 class ForkedLife:
@@ -62,10 +60,8 @@ class HostLaunchers:
         return self.launchers[-1]
 
     async def kill(self, life: ForkedLife) -> None:
-        """End a life; whoever else ends it at the same time may be through first."""
-        while not life.process.has_ended():
-            life.process.kill()
-            await asyncio.sleep(_END_POLL_S)
+        """End a life."""
+        await life.process.end()
         self._lives.discard(life)
         await self._close_unused()
 

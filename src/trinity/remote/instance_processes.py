@@ -18,7 +18,7 @@ from trinity.memory.weight_shelf import WeightShelf, open_shelf
 from trinity.remote.agreement import WeightsAgreement
 from trinity.remote.channel import Address
 from trinity.remote.fork_client import INSTANCE_STOP_S, LauncherSilent
-from trinity.remote.fork_supply import END_POLL_S, ForkSupply
+from trinity.remote.fork_supply import ForkSupply
 from trinity.remote.instance_client import InstanceClient, Watcher
 from trinity.remote.leftovers import OwnedFolder, make_shared_folder
 from trinity.remote.supervisor import ProcessConfig
@@ -45,7 +45,7 @@ from trinity.remote.supervisor_messages import (
     Suspect,
     Up,
 )
-from trinity.remote.supply import AttachedSupply, InstanceOrder, Supply
+from trinity.remote.supply import END_POLL_S, AttachedSupply, InstanceOrder, Supply
 from trinity.remote.wire import DropPeer, Peers, Setup
 from trinity.timeline import Timeline
 

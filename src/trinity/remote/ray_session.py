@@ -92,22 +92,24 @@ class RaySession:
         line = await self._process.stdout.readline()
         if not line:
             raise _lost()
-        try:
-            found: dict[str, Any] = json.loads(line)
-        except ValueError as error:  # printed by something that Ray's library loads before it speaks
-            raise PeerLost(f"the driver of Ray said {line[:80]!r}", "control") from error
-        return found
+        with suppress(ValueError, RecursionError):
+            found = json.loads(line)
+            if isinstance(found, dict):
+                return found
+        raise PeerLost(f"the driver of Ray said {line[:80]!r}", "control")  # some library that Ray's has loaded did
 
     async def _read(self) -> None:
-        """Pass on answers until its process ends, or makes no sense: then nothing more is asked of it."""
+        """Pass on answers until its process ends, or makes no sense: then it is ended, with what it has begun."""
         try:
             while True:
                 answer = await self._read_line()
-                waiting = self._asked.get(answer["id"])
+                waiting = self._asked.get(answer.get("id", -1))
                 if waiting is not None and not waiting.done():
                     waiting.set_result(answer)
         except PeerLost as error:
             logger.error("%s; another is started when one is needed", error)
+            with suppress(ProcessLookupError):
+                self._process.kill()
         finally:
             self.ended = True
             for waiting in self._asked.values():

@@ -21,6 +21,7 @@ from trinity.remote.process_identity import has_ended
 from trinity.remote.tls import TLSConfig
 
 PROC = "/proc/self"  # where the system tells of processes
+END_POLL_S = 0.005
 LISTEN_S = 30.0  # for an instance to listen: it loads its model later
 
 
@@ -61,6 +62,12 @@ class InstanceProcess:
         with suppress(ProcessLookupError):
             if not self.has_ended():
                 os.kill(self.number, signal.SIGKILL)
+
+    async def end(self) -> None:
+        """Kill it, and wait for its end; whoever else does so at the same time may be through first."""
+        while not self.has_ended():
+            self.kill()
+            await asyncio.sleep(END_POLL_S)
 
 
 @dataclass(frozen=True)
