@@ -31,8 +31,9 @@ async def command(*arguments: str) -> AsyncIterator[tuple[asyncio.subprocess.Pro
     """Run ``trinity serve`` on a free port; yields the process and its address."""
     given = [str(checkpoint("llama")), "--placement", "PD", "--port", "0", *arguments]
     run = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "trinity", "serve", *given, cwd=ROOT, stdout=asyncio.subprocess.PIPE
-    )
+        sys.executable, "-m", "trinity", "serve", *given,
+        cwd=ROOT, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+    )  # fmt: skip
     assert run.stdout is not None
     try:
         async with asyncio.timeout(60):
@@ -117,6 +118,19 @@ async def test_what_is_loaded_is_no_longer_looked_through(monkeypatch: pytest.Mo
         await serve_until_signal(_make_parser().parse_args([str(checkpoint("llama")), "--placement=PD", "--port=0"]))
     assert len(frozen) == 1
     assert frozen[0] > 100_000
+
+
+async def test_an_idle_server_ends_without_a_word() -> None:
+    """What is frozen would outlive Python's last collection, and triton's bindings then list it in a hundred lines."""
+    async with command() as (run, url), httpx2.AsyncClient(base_url=url, timeout=60) as http:
+        await until_ready(http)
+        assert run.stdout is not None
+        assert b"serving" in await run.stdout.readline(), "from where on all is frozen"
+        run.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(60):
+            _, said = await run.communicate()
+    assert run.returncode == 0
+    assert b"leaked" not in said
 
 
 async def test_a_port_in_use_and_a_model_that_is_not_there() -> None:

@@ -224,5 +224,8 @@ async def serve_until_signal(arguments: argparse.Namespace) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Raises ``TrinityError`` where the model or the port cannot be had."""
-    asyncio.run(serve_until_signal(_make_parser().parse_args(arguments)))
+    try:
+        asyncio.run(serve_until_signal(_make_parser().parse_args(arguments)))
+    finally:
+        gc.unfreeze()  # the end of the process collects it all, or bindings write a hundred lines of what leaks
     return 0
