@@ -19,6 +19,7 @@ from trinity.remote.agreement import WeightsAgreement
 from trinity.remote.channel import Address
 from trinity.remote.fork_client import INSTANCE_STOP_S, LauncherSilent
 from trinity.remote.fork_supply import ForkSupply
+from trinity.remote.guarded_supply import GuardedSupply
 from trinity.remote.instance_client import InstanceClient, Watcher
 from trinity.remote.leftovers import OwnedFolder, make_shared_folder
 from trinity.remote.supervisor import ProcessConfig
@@ -85,6 +86,7 @@ class InstanceSupervisor:
         forking: dict[str, Any] = {"shared": shared, "tls": tls, "waits_s": waits_s}
         self.forks = ForkSupply(self._folder.path, **forking, on_gone=self._hear_launcher_gone)
         self._attached = AttachedSupply(addresses, tls)
+        self._lent = GuardedSupply(self._config.supply) if self._config.supply is not None else None
         self.members: dict[str, InstanceClient] = {}
         self.core = SupervisorCore([])
         self._setups: dict[str, Setup] = {}
@@ -252,7 +254,7 @@ class InstanceSupervisor:
     def _supply_of(self, name: str) -> Supply:
         if name in self._attached.addresses:
             return self._attached
-        return self._config.supply if self._config.supply is not None else self.forks
+        return self._lent if self._lent is not None else self.forks
 
     def _hear_launcher_gone(self, number: int) -> None:
         if not self.core.closing:
@@ -359,9 +361,9 @@ class InstanceSupervisor:
         """Close all three; one of somebody else's may fail, or not return."""
         await self.forks.aclose()
         await self._attached.aclose()
-        if self._config.supply is not None:
+        if self._lent is not None:
             try:
                 async with asyncio.timeout(INSTANCE_STOP_S):
-                    await self._config.supply.aclose()
+                    await self._lent.aclose()
             except Exception:
                 logger.exception("the supply of instances was not closed")

@@ -94,7 +94,7 @@ class Supply(Protocol):
 
     The pipeline asks for a new life only after the end of the last one of that name, and asks again later if it had
     none: an error costs a pause and no request of another instance. What it is lent it connects to, watches and cuts
-    off itself.
+    off itself. A call that does not end within ten seconds of its cancel is left to itself (``guarded_supply``).
     """
 
     async def begin(self, order: InstanceOrder) -> InstancePlace:
