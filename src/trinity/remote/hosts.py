@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+import ipaddress
 import itertools
 import json
 import re
@@ -127,8 +128,11 @@ def _make_instance(host: HostEntry, each: HostedInstance) -> Instance:
 
 
 def _is_address(text: str) -> bool:
-    """Tell if a text is an IP address, or could be a name on a network. Asks nobody."""
-    return is_numeric(text) or (bool(_HOST_NAME.fullmatch(text)) and not re.fullmatch(r"[\d.]+", text))
+    """Tell if a text is the IP address of one host, or could be a name on a network. Asks nobody."""
+    if is_numeric(text):
+        found = ipaddress.ip_address(text)
+        return not (found.is_unspecified or found.is_multicast)
+    return bool(_HOST_NAME.fullmatch(text)) and not re.fullmatch(r"[\d.]+", text)
 
 
 def _check_once(what: str, values: Iterable[object]) -> None:
