@@ -271,6 +271,22 @@ def test_bad_addresses(text: str) -> None:
         Address.parse(text)
 
 
-@pytest.mark.parametrize("text", ["unix:/a/b", "tcp:localhost:80", "tcp:10.0.0.1:0"])
+@pytest.mark.parametrize("host", ["a..b", ".a", f"{'a' * 64}.de", "a\0b", "a\nb", "[fe80::1%\0]", "[]", "a." * 127])
+def test_hosts_that_no_resolver_takes_are_no_addresses(host: str) -> None:
+    """They failed where they were looked up, by a ``UnicodeError`` or ``ValueError`` of the system's."""
+    with pytest.raises(ConfigError, match="no address"):
+        Address.parse(f"tcp:{host}:80")
+
+
+@pytest.mark.parametrize("port", ["\u00b2", "\u0663", "9" * 5000, "-1", " 80", "8_0"])
+def test_a_port_has_up_to_five_digits(port: str) -> None:
+    with pytest.raises(ConfigError, match="no address"):
+        Address.parse(f"tcp:h:{port}")
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["unix:/a/b", "tcp:localhost:80", "tcp:10.0.0.1:0", "tcp:::1:7", "tcp:fe80::1%eth0:7", "tcp:host-of-E_0.:0"],
+)
 def test_addresses_read_back(text: str) -> None:
     assert str(Address.parse(text)) == text

@@ -30,6 +30,7 @@ MORE = 1 << 31  # of a frame's header: the message goes on in the next frame
 TIMEOUT_S = 10.0
 MAX_RESETS = 10  # tries to connect that are reset, before the peer is taken for another program
 CROWDED_S = 0.1  # at most, before another try to connect where too many wait for a handshake
+LONGEST_HOST = 253  # characters of a name (RFC 1035)
 JOINED_BYTES = 64 << 10  # frames up to this size are written in one piece
 
 
@@ -49,12 +50,27 @@ class Address:
         if scheme == "unix" and rest:
             return cls("unix", path=rest)
         host, _, port = rest.rpartition(":")
-        if scheme == "tcp" and host and port.isdigit() and int(port) < 65536:
-            return cls("tcp", host=host.strip("[]"), port=int(port))
-        raise ConfigError(f"{text!r} is no address: write unix:/path/to/socket or tcp:host:port")
+        host = host.strip("[]")
+        if scheme == "tcp" and _is_host(host) and _is_port(port):
+            return cls("tcp", host=host, port=int(port))
+        raise ConfigError(f"{text!r:.200} is no address: write unix:/path/to/socket or tcp:host:port")
 
     def __str__(self) -> str:
         return f"unix:{self.path}" if self.scheme == "unix" else f"tcp:{self.host}:{self.port}"
+
+
+def _is_host(text: str) -> bool:
+    """Tell if a text could name a host: what no resolver takes fails there with errors of the system's own."""
+    if not text.isprintable() or not 0 < len(text) <= LONGEST_HOST:
+        return False
+    try:
+        return bool(text.encode("idna"))
+    except UnicodeError:  # a part of it that is empty, or longer than 63 characters
+        return False
+
+
+def _is_port(text: str) -> bool:
+    return text.isascii() and text.isdigit() and len(text) <= 5 and int(text) < 65536
 
 
 class Channel:
