@@ -5,10 +5,12 @@ Nothing in the pages is loaded from elsewhere, so that they read the same withou
 
 from __future__ import annotations
 
+import inspect
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_type_hints
 
 sys.path.insert(0, os.environ["TRINITY_ROOT"])
 
@@ -62,6 +64,14 @@ def _without_silent(app: Sphinx, what: str, name: str, value: Any, skip: bool, o
     return True if silent else None
 
 
+def _with_plain_types(app: Sphinx, value: Any, bound: bool) -> None:
+    """Leave out of a signature what checks its arguments: patterns and bounds, which the text tells in words."""
+    function = inspect.unwrap(value)
+    with suppress(AttributeError, NameError, TypeError):
+        function.__annotations__ = get_type_hints(function)
+
+
 def setup(app: Sphinx) -> None:
+    app.connect("autodoc-before-process-signature", _with_plain_types)
     app.connect("autodoc-process-docstring", _as_rst)
     app.connect("autodoc-skip-member", _without_silent)
