@@ -68,7 +68,7 @@ def _with_plain_types(app: Sphinx, value: Any, bound: bool) -> None:
     """Leave out of a signature what checks its arguments: patterns and bounds, which the text tells in words."""
     function = inspect.unwrap(value)
     with suppress(AttributeError, NameError, TypeError):
-        function.__annotations__ = get_type_hints(function)
+        function.__annotations__.update(get_type_hints(function))  # in place: what wraps it has the same
 
 
 def setup(app: Sphinx) -> None:

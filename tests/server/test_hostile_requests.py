@@ -11,7 +11,7 @@ import pytest
 
 from support.http_server import chat_body, serve_model
 from trinity import errors
-from trinity.server import ServerConfig
+from trinity.server import ServerConfig, connection
 from trinity.server.error_table import ERROR_TABLE, ApiError, describe_failure
 from trinity.server.fields import REFUSED_FIELDS
 
@@ -123,6 +123,29 @@ async def test_long_slow_and_many_bodies() -> None:
         assert (announced.status_code, chunked.status_code, slow.status_code) == (413, 413, 408)
         assert together == [400, 503], "the second goes beyond what bodies may hold together"
         assert (await served.http.post(CHAT, json=chat_body(max_tokens=1))).status_code == 200
+
+
+@pytest.mark.parametrize("refusal", ["draining", "no key", "no JSON"])
+async def test_a_client_that_still_sends_reads_why_it_was_refused(
+    refusal: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A drain that closed at once met the rest of the body with a reset, which wipes out the answer."""
+    monkeypatch.setattr(connection, "LINGER_S", 60.0)  # a busy machine may send slowly
+
+    async def pieces() -> AsyncIterator[bytes]:
+        for _ in range(5):
+            yield b" " * 1000
+            await asyncio.sleep(0.05)
+
+    async with serve_model(config=ServerConfig(api_keys=("known",))) as served:
+        key = {} if refusal == "no key" else {"authorization": "Bearer known"}
+        kind = {"content-type": "text/plain"} if refusal == "no JSON" else JSON
+        served.server.draining = refusal == "draining"
+        found = await served.http.post(CHAT, content=pieces(), headers=kind | key)
+        assert found.status_code == {"draining": 503, "no key": 401, "no JSON": 415}[refusal]
+        served.server.draining = False
+        answer = await served.http.post(CHAT, json=chat_body(max_tokens=1), headers={"authorization": "Bearer known"})
+        assert answer.status_code == 200
 
 
 async def test_what_the_pipeline_refuses_comes_before_the_200() -> None:

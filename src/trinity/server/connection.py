@@ -65,6 +65,7 @@ class Exchange:
         self._block: UntilGone | None = None
         self._receive, self._send, self._config, self._held = receive, send, config, held
         self._taken = 0
+        self._unread = self.method == "POST"
 
     def close(self) -> None:
         """Give back what the body took of the bytes that all requests share."""
@@ -97,11 +98,7 @@ class Exchange:
             self._check_size(int(announced) if announced.isdigit() else 0)
             async with asyncio.timeout(self._config.body_timeout_s):
                 return b"".join([self._take(part) async for part in self._parts()])
-        except ApiError:
-            await self._discard()
-            raise
         except TimeoutError:
-            await self._discard()
             text = f"the body was not there after {self._config.body_timeout_s:g} s"
             raise ApiError(408, "body_timeout", text, headers={"connection": "close"}) from None
 
@@ -111,12 +108,15 @@ class Exchange:
             message = await self._receive()
             if message["type"] == "http.disconnect":
                 raise ClientGone
-            more = message.get("more_body", False)
+            more = self._unread = message.get("more_body", False)
             yield message.get("body", b"")
 
     async def _discard(self) -> None:
-        """Read on for a moment, so that a client that is still sending comes to read why its body was refused."""
-        if b"expect" in self.headers:  # it waits for leave to send
+        """Read on for a moment, so that a client that is still sending comes to read why it was refused.
+
+        Else the end of its connection could overtake the answer, and wipe it out.
+        """
+        if not self._unread or b"expect" in self.headers:  # that one waits for leave to send
             return
         left = self._config.max_body_bytes
         with contextlib.suppress(TimeoutError):
@@ -170,6 +170,7 @@ class Exchange:
         """Send an error: as the response, or as an event where that has begun. Raises ``ClientGone``."""
         failure = describe_failure(error, self.request_id)
         if not self.status:
+            await self._discard()
             await self.reply(failure.status, failure.body(), failure.headers)
         elif self.streams and not self.ended:
             await self._write(b"data: " + failure.body() + b"\n\n", last=True)
