@@ -83,6 +83,12 @@ WRONG: dict[str, tuple[str | bytes, str]] = {
     "every address": (HOST.replace("10.0.0.1", "0.0.0.0"), r"give its IP address or its name"),
     "an address of many": (HOST.replace("10.0.0.1", "ff02::1"), r"give its IP address or its name"),
     "half an address": (HOST.replace("10.0.0.1", "10.0.0"), r"give its IP address or its name"),
+    "an empty label": (HOST.replace("10.0.0.1", "a..b"), r"give its IP address or its name"),
+    "a long label": (HOST.replace("10.0.0.1", "a" * 64 + ".net"), r"give its IP address or its name"),
+    "a scope of no letters": (HOST.replace("10.0.0.1", "fe80::1%\\n"), r"give its IP address or its name"),
+    "a size below nothing": (HOST.replace("7000}", "7000, memory_bytes = -5}"), r">= 0 - at"),
+    "a pool below nothing": (HOST.replace("7000}", "7000, pools = {kv = -1}}"), r">= 0 - at"),
+    "a key of many parts": (".".join("a" * 500_000) + " = 1", r"more than 64 dots"),
     "two of a name": (HOST + HOST.replace("0.1", "0.2"), r"name of a host is given twice: a"),
     "two of an address": (HOST + HOST.replace('"a"', '"b"'), r"address of a host is given twice: 10.0.0.1"),
     "two of a port": (HOST.replace("7000}", '7000}, {roles = "E", port = 7000}'), r"port of host a is given twice"),
@@ -101,6 +107,22 @@ def test_what_is_wrong_is_refused_with_its_place_and_the_form(case: str, tmp_pat
         read(tmp_path, text)
     assert str(caught.value).startswith(str(tmp_path / "hosts.toml"))
     assert "a file of hosts has [[hosts]], each with name, address and instances" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("one", "two"), [("::1", "0:0:0:0:0:0:0:1"), ("Host", "hOST"), ("10.0.0.1", "::ffff:10.0.0.1")]
+)
+def test_an_address_in_two_spellings_is_given_twice(one: str, two: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="address of a host is given twice"):
+        read(tmp_path, HOST.replace("10.0.0.1", one) + HOST.replace("10.0.0.1", two).replace('"a"', '"b"'))
+
+
+def test_a_file_that_would_be_too_large_to_read_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    table = read(tmp_path, HOST)
+    monkeypatch.setattr(hosts, "MOST_HOSTS_BYTES", 50)
+    with pytest.raises(ConfigError, match="at most 50 bytes"):
+        write_hosts(tmp_path / "large.toml", table)
+    assert not (tmp_path / "large.toml").exists()
 
 
 def test_a_file_that_cannot_be_read_or_never_ends_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ import msgspec
 
 from trinity.costs.cluster import Cluster
 from trinity.errors import ConfigError
-from trinity.errors.arguments import DeviceName, Whole, check_call, check_struct
+from trinity.errors.arguments import Count, DeviceName, Whole, check_call, check_struct
 from trinity.errors.files import read_regular_file, write_file
 from trinity.instance import GivenPlacement, Instance, list_instances
 from trinity.remote.host_addresses import is_numeric
@@ -36,7 +36,9 @@ MOST_HOSTS_BYTES = 1 << 20  # of a file: ten thousand instances
 FIRST_PORT, LAST_PORT = 7000, 65_535
 _FORM = "a file of hosts has [[hosts]], each with name, address and instances, and these roles and port (docs/hosts.md)"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,62}")
-_HOST_NAME = re.compile(r"[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?")
+_LABEL = r"[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?"
+_HOST_NAME = re.compile(rf"(?=.{{1,253}}$){_LABEL}(\.{_LABEL})*")
+_MOST_DOTS = 64  # in a line: tomllib's time grows with the square of a dotted key's length
 Port = Annotated[int, msgspec.Meta(ge=1, le=LAST_PORT)]
 
 
@@ -49,8 +51,8 @@ class HostedInstance(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     device: DeviceName | None = None
     threads: Whole = 1
     cores: tuple[int, ...] = ()
-    memory_bytes: int | None = None
-    pools: dict[str, int] | None = None
+    memory_bytes: Count | None = None
+    pools: dict[str, Count] | None = None
 
     def __post_init__(self) -> None:
         check_struct(self)
@@ -96,8 +98,8 @@ class HostTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def __post_init__(self) -> None:
         check_struct(self)
-        for what in ("name", "address"):
-            _check_once(f"{what} of a host", (getattr(each, what) for each in self.hosts))
+        _check_once("name of a host", (each.name for each in self.hosts))
+        _check_once("address of a host", (_normalize(each.address) for each in self.hosts))
         for each in self.hosts:
             _check_once(f"port of host {each.name}", (instance.port for instance in each.instances))
         if not self.placement:
@@ -129,10 +131,18 @@ def _make_instance(host: HostEntry, each: HostedInstance) -> Instance:
 
 def _is_address(text: str) -> bool:
     """Tell if a text is the IP address of one host, or could be a name on a network. Asks nobody."""
-    if is_numeric(text):
+    if is_numeric(text) and text.isprintable():
         found = ipaddress.ip_address(text)
         return not (found.is_unspecified or found.is_multicast)
     return bool(_HOST_NAME.fullmatch(text)) and not re.fullmatch(r"[\d.]+", text)
+
+
+def _normalize(address: str) -> str:
+    """Return the one spelling of an address that has several."""
+    if not is_numeric(address):
+        return address.lower()
+    found = ipaddress.ip_address(address)
+    return str(getattr(found, "ipv4_mapped", None) or found)
 
 
 def _check_once(what: str, values: Iterable[object]) -> None:
@@ -150,6 +160,8 @@ def _check_once(what: str, values: Iterable[object]) -> None:
 def read_hosts(path: str | Path) -> HostTable:
     """Read a file of hosts. Raises ``ConfigError``, which names the file, and the line or the field."""
     content = read_regular_file(path, most=MOST_HOSTS_BYTES)
+    if any(line.count(b".") > _MOST_DOTS for line in content.split(b"\n")):
+        raise ConfigError(f"{path} has a line with more than {_MOST_DOTS} dots; {_FORM}")
     try:
         return msgspec.convert(tomllib.loads(content.decode()), HostTable)
     except UnicodeDecodeError as error:
@@ -164,8 +176,11 @@ def read_hosts(path: str | Path) -> HostTable:
 
 @check_call
 def write_hosts(path: str | Path, table: HostTable) -> None:
-    """Write a file of hosts, whole or not at all. Raises ``ConfigError`` where it cannot be written."""
-    write_file(path, format_hosts(table).encode())
+    """Write a file of hosts, whole or not at all. Raises ``ConfigError`` where it cannot be written, or read again."""
+    content = format_hosts(table).encode()
+    if len(content) > MOST_HOSTS_BYTES:
+        raise ConfigError(f"a file of hosts has at most {MOST_HOSTS_BYTES} bytes, this would have {len(content)}")
+    write_file(path, content)
 
 
 def format_hosts(table: HostTable) -> str:
