@@ -22,7 +22,8 @@ from trinity.planner.candidates import Deployment
 from trinity.planner.evaluate import count_late, find_busiest_stage, find_late_stages
 from trinity.planner.hardware import Hardware, cluster_of
 from trinity.planner.objectives import offer_at_once, score_effective_throughput, score_throughput
-from trinity.planner.progress import ProgressBar, is_display_watched
+from trinity.errors.display import is_display_watched
+from trinity.planner.progress import ProgressBar
 from trinity.simulation.simulator import Replay, Simulator
 from trinity.traces import synthesise
 from trinity.traces.goodput import RequestOutcome, score_outcomes

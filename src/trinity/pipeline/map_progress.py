@@ -8,7 +8,7 @@ from typing import Any
 
 from trinity.errors import ConfigError
 from trinity.errors.arguments import show
-from trinity.planner.progress import is_display_watched
+from trinity.errors.display import is_display_watched
 
 Progress = Callable[[int, int | None], None]  # results so far, and how many there will be, where that is known
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from importlib import import_module
 from types import TracebackType
 from typing import Any
+
+from trinity.errors.display import is_display_watched
 
 Report = Callable[[int, str], None]  # replays so far, what runs
 _DELAY_S = 1.0  # work that is over by then shows no bar
@@ -45,8 +46,3 @@ def _bar() -> Any:
     except ImportError:
         return None
     return bar(desc="plan", unit=" replays", delay=_DELAY_S, leave=False, dynamic_ncols=True)
-
-
-def is_display_watched() -> bool:
-    """Check if standard error is a terminal, or this runs in a notebook's kernel."""
-    return sys.stderr.isatty() or "ipykernel" in sys.modules

@@ -6,7 +6,7 @@ import hashlib
 import logging
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from trinity.errors import ConfigError, UnsupportedModel
+from trinity.errors.display import is_display_watched
 from trinity.memory.shared_regions import can_share, open_region
 from trinity.memory.weight_digests import LoadedFiles, are_only_touched, identify_files, sample_digest
 from trinity.memory.weight_shelf import Turn, take_turn
@@ -44,6 +45,7 @@ from trinity.stages.models.registry import HOW_TO_ADD, find_adapter, is_known_te
 from trinity.stages.models.shared_parts import fill_part, move_part
 
 logger = logging.getLogger("trinity")
+LONG_LOAD_BYTES = 256 << 20  # of weights: reading them takes long enough for a bar
 _lock = threading.RLock()
 _parts: WeakValueDictionary[Any, Any] = WeakValueDictionary()
 
@@ -250,7 +252,7 @@ def _load_part(directory: Path, name: str, dtype: torch.dtype, keep_fp8: bool = 
     fields = read_quantization(directory)
     if fields is not None:
         prepare_quantized(config, fields, directory, keep_fp8)
-    with _quiet():
+    with nullcontext() if _shows_bar(directory) else _quiet():
         try:
             model, report = _partial_class(find_model_class(config), adapter, name, directory).from_pretrained(
                 directory,
@@ -345,8 +347,15 @@ def _drop(model: Any, adapter: ModelAdapter, part: str) -> None:
     model._keys_to_ignore_on_load_unexpected = {".*"}
 
 
+def _shows_bar(directory: Path) -> bool:
+    """Tell if transformers is to show its bar: somebody watches, and it takes a while."""
+    held = (each.stat().st_size for pattern in ("*.safetensors", "*.bin") for each in directory.glob(pattern))
+    return is_display_watched() and sum(held) >= LONG_LOAD_BYTES
+
+
 @contextmanager
 def _quiet() -> Iterator[None]:
+    """Keep transformers from showing a bar."""
     from transformers.utils import logging as untyped
 
     logging: Any = untyped
