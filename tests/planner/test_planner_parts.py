@@ -16,13 +16,13 @@ from trinity.costs.cluster import Cluster
 from trinity.costs.model_shape import MODELS
 from trinity.costs.step_cost import DEVICES, CostTables, Roofline
 from trinity.errors import ConfigError
+from trinity.errors.display import is_display_watched
 from trinity.placement import Placement
 from trinity.planner import HybridPlanner, SearchConfig, evaluate
 from trinity.planner.candidates import Deployment
 from trinity.planner.evaluate import count_late, find_busiest_stage, find_late_stages
 from trinity.planner.hardware import Hardware, cluster_of
 from trinity.planner.objectives import offer_at_once, score_effective_throughput, score_throughput
-from trinity.errors.display import is_display_watched
 from trinity.planner.progress import ProgressBar
 from trinity.simulation.simulator import Replay, Simulator
 from trinity.traces import synthesise
