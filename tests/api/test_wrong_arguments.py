@@ -117,6 +117,7 @@ GIVEN: dict[str, Any] = {  # what their methods take, by the parameter's name
     "engine": "eager",
     "error": ValueError(),
     "factor": 2.0,
+    "encode_only": False,
     "groups": [Group(1, "EPD")],
     "instance": "E0",
     "lane": "joint",

@@ -78,6 +78,7 @@ class Empty:
     transfers: Any = None
     lease_s: float = 0.0
     epoch: int = 0
+    host: str = ""
 
 
 @pytest.fixture(scope="module")
