@@ -21,7 +21,7 @@ LAZY_PEER_ACCESS = 1
 OWN_STREAM = 1  # CU_STREAM_NON_BLOCKING
 PINNED, ON_DEVICE, FILE_DESCRIPTOR, READ_AND_WRITE = 1, 1, 1, 3  # of CUmemAllocationProp and CUmemAccessDesc
 SHARES_MEMORY = (102, 103)  # device attributes: virtual memory management, handles that are file descriptors
-UNAVAILABLE_CODES = {2, 3, 34, 35, 100, 101, 801, 802, 803, 804, 999}  # no memory, no driver, no device, not supported
+UNAVAILABLE_CODES = {2, 3, 34, 36, 46, 100, 101, 801, 802, 803, 804, 999}  # no memory, driver or device, not supported
 BAD_HANDLE_CODES = {
     1,
     201,
