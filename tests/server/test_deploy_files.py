@@ -147,6 +147,9 @@ async def test_the_dashboard_asks_for_what_a_scrape_gives() -> None:
         codes = {response.status_code for response in await asyncio.gather(*posts)}
         assert codes == {200, 429}
         await settled(served.pipe)
+        async with asyncio.timeout(60):  # reports of instances come ten times a second, perhaps after the last answer
+            while len([load for load in served.pipe.loads.values() if load.predicted_s]) < len(served.pipe.instances):
+                await asyncio.sleep(0.01)
         text = (await served.http.get("/metrics")).text
     labels: dict[str, set[str]] = defaultdict(set)
     for family in text_string_to_metric_families(text):
