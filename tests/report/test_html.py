@@ -79,6 +79,13 @@ def test_it_says_what_the_plan_says(page: Page) -> None:
     assert "600 ms" not in page.text
 
 
+def test_what_the_table_says_is_not_said_again(tmp_path: Path) -> None:
+    """A plan's notes stand below its table, and some of them in its explanation too."""
+    note = plan().explain().splitlines()[-1]
+    report.save_report(tmp_path / "plan.html", plan(notes=(note,)))
+    assert Page((tmp_path / "plan.html").read_text(encoding="utf-8")).text.count(note) == 1
+
+
 def test_every_picture_is_in_the_page_and_can_be_read(page: Page) -> None:
     sources = page.values("src")
     assert len(sources) == 8  # ratios, attainment, utilisation, SLOs, scatter, radar, one timeline, breakdown

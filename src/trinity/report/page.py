@@ -66,8 +66,10 @@ def render_html(
 
 
 def _sections(plan: Plan, replays: Replays, plans: Sequence[Plan], served: ServedTraffic) -> Iterator[str]:
-    yield plan._repr_html_()
-    yield from (f"<p>{escape(line)}</p>" for line in plan.explain().splitlines()[1:])  # the first heads the table
+    table = plan._repr_html_()
+    yield table
+    explained = map(escape, plan.explain().splitlines())
+    yield from (f"<p>{line}</p>" for line in explained if line not in table)
     yield _figure(plots.render_svg(plots.plot_ratios(plan)), f"Heat map of what each ratio reaches; {_best(plan)}")
     yield _figure(
         plots.render_svg(plots.plot_attainment(plan)), "Share of the requests in time against the request rate"
