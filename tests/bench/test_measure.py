@@ -192,7 +192,7 @@ def test_a_seed_draws_a_stretch_of_the_trace() -> None:
 def test_cpu_seconds_of_a_session_have_its_children_in_them() -> None:
     program = (
         "import subprocess, sys, time\n"
-        "child = subprocess.Popen([sys.executable, '-c', 'import time\\nwhile time.process_time() < .3: pass'])\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time\\nwhile time.process_time() < .4: pass'])\n"
         "child.wait(); print('.', flush=True); time.sleep(30)"
     )
     process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, start_new_session=True)
@@ -200,7 +200,7 @@ def test_cpu_seconds_of_a_session_have_its_children_in_them() -> None:
     with process:
         try:
             process.stdout.read(1)
-            assert machine.session_seconds([process.pid]) >= 0.3
+            assert machine.session_seconds([process.pid]) >= 0.3  # the system counts ticks, and may lose some
         finally:
             process.kill()
     assert machine.session_seconds([process.pid]) == 0.0
