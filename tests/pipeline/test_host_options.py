@@ -40,7 +40,7 @@ def test_certificates_are_for_the_channels_alone(file: Path, tmp_path: Path, mon
     [
         ((), r"reached over a network, at tcp:10.0.0.1:7000"),
         ((None, None, None), r"reached over a network"),
-        (("a.pem", None, None), "needs all of certificate, key and authority"),
+        (("a.pem", None, None), "TLS needs all of certificate, key and authority"),
         (("a.pem", "a.key", "b.pem"), "is no file"),
     ],
 )

@@ -312,7 +312,7 @@ def test_a_certificate_that_its_own_authority_does_not_vouch_for(one: TLSConfig,
 
 def test_the_command_refuses_such_files(one: TLSConfig) -> None:
     for given, said in (
-        ([f"--tls-certificate={one.certificate}"], "TLS needs all of"),
+        ([f"--tls-certificate={one.certificate}"], "all of --tls-certificate, --tls-key and --tls-authority"),
         ([f"--tls-{name}={one.key}" for name in ("certificate", "key", "authority")], "trinity: "),
     ):
         command = [sys.executable, "-m", "trinity.instance", "--listen", "tcp:127.0.0.1:0", *given]

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from trinity.connector import Connector
-from trinity.errors import ConfigError
 from trinity.remote.hosts import read_hosts
 from trinity.remote.supervisor import ProcessConfig
-from trinity.remote.tls import TLSConfig
+from trinity.remote.tls import TLS_FILES as TLS_FILES
+from trinity.remote.tls import join_files
 
 
 def read_hosted_options(
@@ -23,13 +23,10 @@ def read_hosted_options(
 
     Raises ``ConfigError``, for one of the three files alone, too.
     """
-    given = [each for each in tls_files if each]
-    if given and len(given) != len(TLSConfig.__dataclass_fields__):
-        raise ConfigError("TLS between hosts needs all of certificate, key and authority")
     options = {"trusted_network": True} if trusted_network else {}
     return {
         "placement": read_hosts(file).placement,
         "hosting": "process",
-        "processes": ProcessConfig(tls=TLSConfig(*given) if given else None, trusted_network=trusted_network),
+        "processes": ProcessConfig(tls=join_files(tls_files), trusted_network=trusted_network),
         "connector": Connector("auto", options=options),
     }

@@ -28,13 +28,12 @@ from trinity.memory.block_memory import BlockMemory
 from trinity.remote.channel import SECRET_VARIABLE, SHORTEST_SECRET, TIMEOUT_S, Address, Channel
 from trinity.remote.listener import listen
 from trinity.remote.session import InstanceSession
-from trinity.remote.tls import TLSConfig
+from trinity.remote.tls import TLS_FILES, TLSConfig, join_files
 from trinity.remote.wire import Hello, InstanceFailure, Setup, decode, encode
 from trinity.transport.ucx_environment import take_interface_of
 
 logger = logging.getLogger("trinity")
 RELEASE_TRIES, RELEASE_S = 50, 0.05  # s between two looks if a pipeline's pools are free
-TLS_FILES = ("certificate", "key", "authority")
 _EXAMPLE = """example, on each host of a pipeline:
   TRINITY_SECRET=... trinity instance --listen tcp:10.0.0.2:7000
 then: trinity.Pipeline(model, [trinity.Instance("E"), trinity.Instance("PD", address="tcp:10.0.0.2:7000")],
@@ -177,14 +176,15 @@ def _read_arguments(arguments: Sequence[str] | None) -> tuple[argparse.Namespace
         parser.error("--once is for --listen: instances of --hosts serve one pipeline after another")
     if given.emulated and given.listen:
         parser.error("--emulated is for --hosts: an instance of --listen imports torch once it has to")
-    files = [getattr(given, f"tls_{name}") for name in TLS_FILES]
-    if any(files) and not all(files):
-        parser.error("TLS needs all of " + ", ".join(f"--tls-{name}" for name in TLS_FILES))
+    try:
+        tls = join_files((getattr(given, f"tls_{name}") for name in TLS_FILES), [f"--tls-{name}" for name in TLS_FILES])
+    except ConfigError as error:
+        parser.error(str(error))
     secret = os.environ.get(SECRET_VARIABLE, "")
     if len(secret) < SHORTEST_SECRET:
         hint = f"at least {SHORTEST_SECRET} characters that only its hosts know"
         parser.error(f"set {SECRET_VARIABLE} to the pipeline's secret, {hint}")
-    return given, secret.encode(), TLSConfig(*files) if all(files) else None
+    return given, secret.encode(), tls
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -10,8 +10,9 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from trinity.errors import ConfigError, HandshakeError
@@ -89,6 +90,20 @@ class TLSConfig:
 
     def _refuse_password(self) -> str:
         raise ConfigError(f"the key {self.key} is encrypted, and nobody is there to be asked: give it in the clear")
+
+
+TLS_FILES = tuple(each.name for each in fields(TLSConfig))
+
+
+def join_files(given: Iterable[str | None], options: Sequence[str] = TLS_FILES) -> TLSConfig | None:
+    """Make the ``TLSConfig`` of files in the order of ``TLS_FILES``, None for none of them.
+
+    Raises ``ConfigError`` for some of them alone, which names the ``options`` that gave them.
+    """
+    files = [each for each in given if each]
+    if files and len(files) != len(TLS_FILES):
+        raise ConfigError(f"TLS needs all of {', '.join(options[:-1])} and {options[-1]}")
+    return TLSConfig(*files) if files else None
 
 
 async def open_tls(host: str, port: int, tls: TLSConfig) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:

@@ -22,7 +22,7 @@ import uvicorn
 
 from trinity.errors import ConfigError
 from trinity.pipeline import Pipeline
-from trinity.pipeline.host_options import read_hosted_options
+from trinity.pipeline.host_options import TLS_FILES, read_hosted_options
 from trinity.preprocess.media_limits import MediaLimits
 from trinity.server.application import ModelServer
 from trinity.server.http_protocol import BoundedProtocol
@@ -30,7 +30,6 @@ from trinity.server.settings import ServerConfig
 
 logger = logging.getLogger("trinity.server")
 KEY_VARIABLE = "TRINITY_API_KEY"
-HOST_TLS = ("certificate", "key", "authority")
 KEEP_ALIVE_S = 75  # s of an idle connection: longer than clients keep theirs, which otherwise meet a closed one
 LAST_S = 5  # s that connections have to close behind the drain
 
@@ -88,7 +87,7 @@ def _make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--trusted-network", action="store_true", help="only hosts you trust are on the network of --hosts"
     )
-    for name in HOST_TLS:
+    for name in TLS_FILES:
         parser.add_argument(f"--hosts-tls-{name}", metavar="FILE", help="in PEM: TLS for control channels of --hosts")
     parser.add_argument("--hosting", choices=("thread", "process"), default="thread", help="of instances")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at; 0.0.0.0 for all (give a key then)")
@@ -143,7 +142,7 @@ def name_served(model: str) -> str:
 
 def make_served_pipeline(arguments: argparse.Namespace) -> Pipeline:
     """Make the pipeline that the arguments name."""
-    tls = [getattr(arguments, f"hosts_tls_{name}") for name in HOST_TLS]
+    tls = [getattr(arguments, f"hosts_tls_{name}") for name in TLS_FILES]
     if not arguments.hosts and (arguments.trusted_network or any(tls)):
         raise ConfigError("--trusted-network and --hosts-tls-... are of the network of --hosts FILE")
     placed: dict[str, Any] = {"placement": arguments.placement, "hosting": arguments.hosting}
