@@ -4,99 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
-import uvicorn
 
-from support.emulated_pipelines import LIVENESS_S
-from support.http_server import QUIET
+from support.http_connections import CHUNKED, EARLY, LATE, POST, connected, measure_body
 from trinity.server import http_protocol
-
-POST = b"POST / HTTP/1.1\r\nhost: here\r\n"
-CHUNKED = POST + b"transfer-encoding: chunked\r\n\r\n"
-LATE = b"HTTP/1.1 408 Request Timeout\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
-EARLY = b"POST /early HTTP/1.1\r\nhost: here\r\ncontent-length: 3\r\n\r\n"
-
-
-async def measure_body(
-    scope: Any, receive: Callable[[], Awaitable[Any]], send: Callable[[Any], Awaitable[None]]
-) -> None:
-    """Answer a request with the size of its body; "/slow" a fifth of a second later, "/early" before it has come."""
-    size, more = 0, scope["path"] != "/early"
-    while more:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            return
-        size, more = size + len(message.get("body", b"")), message.get("more_body", False)
-    await asyncio.sleep(0.2 if scope["path"] == "/slow" else 0)
-    text = b"x" * (64 << 20) if scope["path"] == "/large" else str(size).encode()
-    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(text))]})
-    await send({"type": "http.response.body", "body": text})
-
-
-class Connection(NamedTuple):
-    """A client's end."""
-
-    reader: asyncio.StreamReader
-    writer: asyncio.StreamWriter
-
-    async def ask(self, data: bytes) -> None:
-        self.writer.write(data)
-        await self.writer.drain()
-
-    async def answer(self) -> tuple[int, bytes]:
-        """Read one response: its status and its body."""
-        head = await self.reader.readuntil(b"\r\n\r\n")
-        length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r\n")[0])
-        return int(head.split()[1]), await self.reader.readexactly(length)
-
-    async def send_for_ever(self, piece: bytes) -> int:
-        """Send pieces until the server closes; return how many bytes it took."""
-        sent = 0
-        with suppress(ConnectionError):
-            while not self.reader.at_eof():
-                await self.ask(piece)
-                sent += len(piece)
-        return sent
-
-
-class Connect:
-    """Makes connections to a server."""
-
-    def __init__(self, server: uvicorn.Server) -> None:
-        self._server, self.opened = server, list[Connection]()
-
-    async def __call__(self) -> Connection:
-        port = self._server.servers[0].sockets[0].getsockname()[1]
-        self.opened.append(Connection(*await asyncio.open_connection("127.0.0.1", port)))
-        return self.opened[-1]
-
-    def held(self) -> int:
-        """Count the connections that the server has."""
-        return len(self._server.server_state.connections)
-
-
-@asynccontextmanager
-async def connected(app: Any = measure_body) -> AsyncIterator[Connect]:
-    server = uvicorn.Server(uvicorn.Config(app, port=0, timeout_graceful_shutdown=1, **QUIET))
-    task = asyncio.create_task(server.serve())
-    while not server.started:
-        await asyncio.sleep(0.01)
-    connect = Connect(server)
-    try:
-        async with asyncio.timeout(LIVENESS_S):
-            yield connect
-    finally:
-        for each in connect.opened:
-            each.writer.close()
-            with suppress(ConnectionError):
-                await each.writer.wait_closed()
-        server.should_exit = True
-        await task
 
 
 @pytest.mark.parametrize(
@@ -338,3 +252,77 @@ async def test_a_connection_is_not_read_for_ever_ahead_of_its_answers(monkeypatc
         held.set()
         for _ in range(200):
             assert await client.answer() == (200, b"65536")
+
+
+async def test_a_trailer_that_asks_for_the_end_is_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The parser takes nothing behind it: at 51e32b0 the answer kept the connection, and the next was never one."""
+    monkeypatch.setattr(http_protocol, "HEAD_S", 1000.0)
+    sent = CHUNKED + b"1\r\na\r\n0\r\nconnection: close\r\n\r\n"
+    async with connected(timeout_keep_alive=1000) as connect:
+        for cut in (len(sent), len(sent) - 4):
+            client = await connect()
+            await client.ask(sent[:cut])
+            await asyncio.sleep(0)
+            await client.ask(sent[cut:] + POST + b"content-length: 1\r\n\r\na")
+            assert await client.answer() == (200, b"1")
+            assert await client.reader.read() == b""
+
+
+async def test_such_a_trailer_behind_an_answer_ends_the_connection() -> None:
+    async with connected() as connect:
+        client = await connect()
+        await client.ask(b"POST /early HTTP/1.1\r\nhost: here\r\ntransfer-encoding: chunked\r\n\r\n")
+        assert await client.answer() == (200, b"0")
+        await client.ask(b"1\r\na\r\n0\r\nconnection: close\r\n\r\n")
+        assert await client.reader.read() == b""
+
+
+@pytest.mark.parametrize(
+    "target", [b"GET http://h", b"GET http://a:999999/", b"CONNECT a:443", b"GET http://[::1", b"GET a b"]
+)
+async def test_a_target_that_is_none_is_told(target: bytes) -> None:
+    async with connected() as connect:
+        client = await connect()
+        await client.ask(target + b" HTTP/1.1\r\nhost: here\r\n\r\n")
+        assert (await client.answer())[0] == 400
+        assert await client.reader.read() == b""
+
+
+async def test_a_body_that_never_comes_behind_its_answer_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At 51e32b0 the clock of an idle connection ran, which is more than twice as long."""
+    monkeypatch.setattr(http_protocol, "HEAD_S", 0.2)
+    async with connected(timeout_keep_alive=1000) as connect:
+        client = await connect()
+        await client.ask(EARLY)
+        assert await client.answer() == (200, b"0")
+        assert await client.reader.read() == b""
+        assert not connect.held()
+
+
+@pytest.mark.parametrize("request_", [b"GET / HTTP/1.1\r\n\r\n", POST + b"content-length: 1\r\n\r\na"])
+async def test_a_block_of_tiny_requests_is_not_parsed_at_once(request_: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At 51e32b0 a connection had 14,000 requests parsed in one call, while nobody else was served."""
+    most, parse = [0], http_protocol.BoundedProtocol.on_headers_complete
+
+    def count(protocol: http_protocol.BoundedProtocol) -> None:
+        parse(protocol)
+        most[0] = max(most[0], len(protocol.pipeline))
+
+    monkeypatch.setattr(http_protocol.BoundedProtocol, "on_headers_complete", count)
+    number = (1 << 17) // len(request_)
+    async with connected() as connect:
+        client = await connect()
+        asking = asyncio.create_task(client.ask(request_ * number))
+        for _ in range(number):
+            assert await client.answer() == (200, b"1" if b"content-length" in request_ else b"0")
+        await asking
+    assert most[0] <= 1 + http_protocol.MOST_BEHIND + http_protocol.PIECE // len(request_)
+
+
+async def test_no_clock_of_an_idle_connection_runs_while_what_was_held_back_is_answered() -> None:
+    async with connected(timeout_keep_alive=0.05) as connect:
+        client = await connect()
+        early = b"POST /early HTTP/1.1\r\nhost: here\r\ncontent-length: 70000\r\n\r\n" + b"a" * 70_000
+        await client.ask(early + b"GET /slow HTTP/1.1\r\nhost: here\r\n\r\n")
+        assert await client.answer() == (200, b"0")
+        assert await client.answer() == (200, b"0")

@@ -15,6 +15,7 @@ from typing import Any
 
 import httptools
 from uvicorn._types import ASGI3Application
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 # Bytes of a request beside its body: its head, its trailers, and sizes of chunks, which may have its body's size more.
@@ -22,7 +23,8 @@ MOST_HEAD = 64 << 10
 HEAD_S = 30.0  # s from a connection, or a head's first byte, to the head's end; also for the rest of an answered body
 UNREAD_S = 90.0  # s for which a client may read nothing of what was written, also once its connection is closed here
 
-MOST_BEHIND = 16  # requests behind the one that is answered, before their connection is read no further
+MOST_BEHIND = 16  # requests behind the one that is answered, before their connection is parsed no further
+PIECE = 4 << 10  # bytes that are parsed at a time: asyncio reads up to 256 KiB, which may be 14,000 requests
 _FRAMING = (b"content-length", b"transfer-encoding")
 
 
@@ -57,6 +59,19 @@ class _Parser:
         return made
 
 
+class _Flow(FlowControl):
+    """uvicorn's flow of a connection: what has come and is not parsed comes before what is read."""
+
+    def __init__(self, transport: asyncio.Transport, protocol: BoundedProtocol) -> None:
+        super().__init__(transport)
+        self._protocol = protocol
+
+    def resume_reading(self) -> None:
+        if not self._protocol.is_behind():
+            super().resume_reading()
+            self._protocol.parse_unread()
+
+
 class BoundedProtocol(HttpToolsProtocol):
     """One connection, which is closed where a head takes longer than ``HEAD_S`` or is larger than ``MOST_HEAD``.
 
@@ -66,6 +81,8 @@ class BoundedProtocol(HttpToolsProtocol):
     """
 
     ignores_upgrade = False
+    _unread = memoryview(b"")  # what has come and is not parsed yet: reading is paused as long as there is any
+    _parsing = False
     _beside = 0  # bytes of this request that are no body
     _head_is_due = True
     _too_large = False
@@ -75,10 +92,12 @@ class BoundedProtocol(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # as uvicorn's
         self.parser = _Parser(self)  # type: ignore[assignment] # it has the same methods
         super().connection_made(transport)
+        self.flow = _Flow(transport, self)
         _end_unread(transport)
         self._start_clock()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._unread = memoryview(b"")
         self._stop_clock()
         super().connection_lost(exc)
         cycle, self._answered = self._answered, None  # uvicorn has told the last one alone
@@ -87,9 +106,38 @@ class BoundedProtocol(HttpToolsProtocol):
             cycle.message_event.set()
 
     def data_received(self, data: bytes) -> None:
-        """Parse what has come. Answers 431, and closes, where a request has too much beside its body."""
-        self._beside += len(data)
-        super().data_received(data)
+        """Parse what has come, as far as it may be. Answers 431 where a request has too much beside its body."""
+        self._unread = memoryview(bytes(self._unread) + data if self._unread else data)
+        self.parse_unread()
+
+    def parse_unread(self) -> None:
+        """Parse what has come, a piece at a time, until reading is paused."""
+        if self._parsing:
+            return
+        self._parsing = True
+        try:
+            while self._unread and not self.flow.read_paused and not self.transport.is_closing():
+                piece, self._unread = self._unread[:PIECE], self._unread[PIECE:]
+                self._parse(bytes(piece))
+        finally:
+            self._parsing = False
+
+    def is_behind(self) -> bool:
+        """Tell whether more requests wait than are read ahead."""
+        return len(self.pipeline) > MOST_BEHIND
+
+    def on_response_complete(self) -> None:
+        """Start the next request, or a clock: of an idle connection, and of the rest of a body that is answered."""
+        parsing, self._parsing = self._parsing, True  # what waits comes before what is parsed next
+        super().on_response_complete()
+        self._parsing = parsing
+        self.flow.resume_reading()  # there is one less behind
+        if self._clock is None and not self._head_is_due and not self._is_answering():
+            self._start_clock()
+
+    def _parse(self, piece: bytes) -> None:
+        self._beside += len(piece)
+        super().data_received(piece)
         if self.transport.is_closing():
             return
         if self._beside > MOST_HEAD:
@@ -125,12 +173,11 @@ class BoundedProtocol(HttpToolsProtocol):
         if self._beside > MOST_HEAD and self._measure_head() > MOST_HEAD:
             self._too_large = True
             raise _HeadTooLarge
-        self._beside, self._head_is_due = 0, False
         self._stop_clock()
         self.ignores_upgrade = self.parser.should_upgrade() and not self._should_upgrade()
-        super().on_headers_complete()
-        if len(self.pipeline) < MOST_BEHIND:  # who is not read is not seen to leave
-            self.flow.resume_reading()
+        super().on_headers_complete()  # which raises for a target that is none
+        self._beside, self._head_is_due = 0, False
+        self.flow.resume_reading()  # who is not read is not seen to leave
 
     def on_body(self, body: bytes) -> None:
         self._beside -= 2 * len(body)
@@ -141,6 +188,14 @@ class BoundedProtocol(HttpToolsProtocol):
             self._beside, self._head_is_due = 0, True
             self._stop_clock()
             super().on_message_complete()
+            if not self.parser.should_keep_alive():
+                self._end_behind(self.cycle)
+
+    def _end_behind(self, cycle: RequestResponseCycle) -> None:
+        """Close behind a request that asks for it, if by a trailer: the parser takes nothing that follows."""
+        cycle.keep_alive = False
+        if cycle.response_complete:
+            self.transport.close()
 
     def repeat_framing(self) -> bytes:
         """Make a head that tells a parser how long the body of this request is."""
