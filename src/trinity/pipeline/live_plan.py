@@ -73,9 +73,10 @@ class LivePlanner:
         until = time.monotonic() + self._seconds
         try:
             while not planning.done():
-                await asyncio.wait([planning], timeout=CHECK_S)
-                if time.monotonic() > until or self._pipe.state == "closed":
+                left = until - time.monotonic()
+                if left <= 0 or self._pipe.state == "closed":
                     auto.stop()
+                await asyncio.wait([planning], timeout=min(CHECK_S, left) if left > 0 else None)
             return planning.result()
         except PlanningStopped:
             raise Overloaded(
