@@ -161,3 +161,15 @@ def test_memory_of_a_full_trace_is_what_was_said(tokens: int) -> None:
 
 def test_a_pipeline_keeps_as_many_rows_as_is_said() -> None:
     assert [TRACE_BYTES // size(served(0, tokens)) // 1_000 for tokens in (24, 500)] == [98, 13]
+
+
+FIRST = TraceRow(timestamp=0.0, input_length=1, output_length=1)
+BEYOND: list[dict[str, Any]] = [{"timestamp": 2**64}, {"hash_ids": [2**70]}]
+
+
+@pytest.mark.parametrize("fields", BEYOND, ids=["time", "hash"])
+def test_a_number_beyond_64_bits_is_told_and_the_other_rows_stay(fields: dict[str, Any]) -> None:
+    kept = Trace([FIRST], limit_bytes=4096)
+    with pytest.raises(TraceError, match=r"below 2\*\*64"):
+        kept.append(msgspec.structs.replace(FIRST, **fields))
+    assert list(kept) == [FIRST]

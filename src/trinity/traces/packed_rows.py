@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from trinity.errors import ConfigError
+from trinity.errors import ConfigError, TraceError
 
 Row = TypeVar("Row", bound=msgspec.Struct)
 
@@ -33,8 +33,12 @@ class PackedRows(Sequence[Row], Generic[Row]):
         self.most_bytes, self.maxlen, self.bytes = most_bytes, maxlen, 0
 
     def append(self, row: Row) -> None:
-        """Add a row, and drop the oldest until all fit again."""
-        packed = bytes(memoryview(msgspec.msgpack.encode(row)))  # a copy: msgspec's own has up to a third in reserve
+        """Add a row, and drop the oldest until all fit again. Raises ``TraceError`` for a number beyond 64 bits."""
+        try:
+            encoded = msgspec.msgpack.encode(row)
+        except OverflowError:
+            raise TraceError("a row of a bounded trace has whole numbers below 2**64; give times as floats") from None
+        packed = bytes(memoryview(encoded))  # a copy: msgspec's own has up to a third in reserve
         self._packed.append(packed)
         self.bytes += getsizeof(packed)
         while len(self._packed) > 1 and self._is_full():
