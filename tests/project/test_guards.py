@@ -22,6 +22,7 @@ def pytest_configure(config):
 BLOCKED = """
 import asyncio, concurrent.futures, queue, socket, threading, time
 import pytest
+from support.loop_guard import left_out
 
 def run(main):
     asyncio.run(main())
@@ -33,6 +34,13 @@ def busy(seconds):
 
 def test_callback_that_computes():
     async def main():
+        busy(1.1)
+    run(main)
+
+def test_callback_that_computes_behind_what_is_left_out():
+    async def main():
+        with left_out():
+            busy(0.3)
         busy(1.1)
     run(main)
 
@@ -108,6 +116,7 @@ def test_teardown(blocking_teardown):
 
 FREE = """
 import asyncio, concurrent.futures, gc, queue, socket, threading, time
+from support.loop_guard import left_out
 
 def busy(seconds):
     until = time.thread_time() + seconds
@@ -145,6 +154,12 @@ def test_garbage_collection():
         slow.itself = slow
         del slow
         gc.collect()
+    asyncio.run(main())
+
+def test_what_a_machine_needs_once():
+    async def main():
+        with left_out():
+            busy(1.1)
     asyncio.run(main())
 
 def test_computing_outside_a_loop():
@@ -280,14 +295,14 @@ def failed(verdicts: dict[str, str]) -> set[str]:
 
 def test_each_way_of_blocking_the_loop_fails_its_test(pytester: pytest.Pytester) -> None:
     verdicts = outcomes(pytester, BLOCKED)
-    assert len(verdicts) == 11
+    assert len(verdicts) == 12
     for name, why in verdicts.items():
         assert "blocks the event loop" in why or "the event loop was blocked" in why, (name, why)
 
 
 def test_what_does_not_block_passes(pytester: pytest.Pytester) -> None:
     verdicts = outcomes(pytester, FREE)
-    assert len(verdicts) == 3
+    assert len(verdicts) == 4
     assert not failed(verdicts), verdicts
 
 
