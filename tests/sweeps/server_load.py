@@ -26,11 +26,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 PROMPTS = ("Good morning", "What a day", "Tell me of the sea", "One and two")
 CHAT = "/v1/chat/completions"
 LEAVES, READS_SLOWLY = 0.3, 0.1  # shares of the clients
-MEMORY_BYTES = 12 << 20  # that waves may leave behind, of which rows of the trace are 1.4 MiB each
+MEMORY_BYTES = 12 << 20  # that waves may leave behind, rows of the trace aside
 REQUEST_S, TOKEN_S = 1e-3, 60e-6
 
 
@@ -66,10 +68,16 @@ async def serve(model: str, placement: str) -> None:
             if question["ask"] == "settle":
                 gc.collect()
                 release_freed_memory()
-            say({"cpu_s": time.process_time(), "active": len(app.state.server.active), "peak": peak[0]})
+            active, rows = len(app.state.server.active), count_rows(pipe)
+            say({"cpu_s": time.process_time(), "active": active, "peak": peak[0], "rows": rows})
         watching.cancel()
         server.should_exit = True
         await serving
+
+
+def count_rows(pipe: Any) -> int:
+    """Bytes of the pipeline's trace, which are bounded elsewhere (64 MiB)."""
+    return sum(sys.getsizeof(msgspec.msgpack.encode(row)) for row in pipe.trace)
 
 
 def say(answer: dict[str, Any]) -> None:
@@ -223,14 +231,15 @@ def check_waves(server: ServerProcess, count: int, tokens: int, waves: int) -> l
         began = time.monotonic()
         answers = asyncio.run(run_wave(server.port, count, tokens, wave))
         wait_until_empty(server)
-        server.ask(ask="settle")
+        rows = server.ask(ask="settle")["rows"]
         ends = Counter(answer.end for answer in answers)
         wrong = [a for a in answers if a.end == "read" and a != alone[a.prompt]]
-        memory.append(server.memory())
+        memory.append(server.memory() - rows)
         opened.append(server.descriptors())
         print(
             f"wave {wave + 1}: {count} streams of {tokens} tokens in {time.monotonic() - began:.1f} s, {dict(ends)}, "
-            f"{len(wrong)} wrong; memory {memory[-1] / 2**20:.1f} MiB, {opened[-1]} descriptors",
+            f"{len(wrong)} wrong; memory {memory[-1] / 2**20:.1f} MiB beside {rows / 2**20:.1f} of rows, "
+            f"{opened[-1]} descriptors",
             flush=True,
         )
         problems += [f"{len(wrong)} answers differ from those read alone"] if wrong else []
