@@ -150,14 +150,47 @@ async def test_a_head_that_comes_at_once_has_the_same_bound() -> None:
             assert await client.reader.read() == b""
 
 
-async def test_what_is_no_http_is_not_told_in_the_middle_of_an_answer() -> None:
+BAD = {
+    "no HTTP": (b"no\0 HTTP\r\n\r\n", 400),
+    "target": (b"GET http://h HTTP/1.1\r\nhost: here\r\n\r\n", 400),
+    "head": (POST + b"x-long: " + b"a" * 70_000 + b"\r\n\r\n", 431),
+    "empty lines": (b"\r\n" * 35_000, 431),
+}
+
+
+@pytest.mark.parametrize("bad", BAD)
+@pytest.mark.parametrize("good", [0, 1, 2, 3 + http_protocol.MOST_BEHIND])
+async def test_what_cannot_be_read_is_told_behind_the_answers_that_are_due(good: int, bad: str) -> None:
+    """At 50df865 the connection was closed at once, with the answers to good requests that came in the same read."""
+    sent, status = BAD[bad]
     async with connected() as connect:
         client = await connect()
-        await client.ask(b"no\0 HTTP\r\n\r\n")
-        assert (await client.answer())[0] == 400
+        slow = b"GET /slow HTTP/1.1\r\nhost: here\r\n\r\n" if good else b""
+        await client.ask(slow + (POST + b"content-length: 1\r\n\r\na") * (good - 1) + sent + POST)
+        for number in range(good):
+            assert await client.answer() == (200, b"1" if number else b"0")
+        assert (await client.answer())[0] == status
+        assert await client.reader.read() == b""
+
+
+async def test_a_body_that_cannot_be_read_ends_its_request() -> None:
+    async with connected() as connect:
         client = await connect()
-        await client.ask(b"GET /slow HTTP/1.1\r\nhost: here\r\n\r\nno\0 HTTP\r\n\r\n")
-        assert await client.reader.read() == b"", "which would be read as the answer of the request before"
+        await client.ask(CHUNKED + b"1\r\na\r\nno size\r\n")
+        assert await client.reader.read() == b""
+
+
+@pytest.mark.parametrize("path", [b"/", b"/slow"])
+@pytest.mark.parametrize("size", [1, 70_000, 300_000])
+@pytest.mark.parametrize(
+    "last", [b" HTTP/1.1\r\nconnection: close\r\n\r\n", b" HTTP/1.0\r\n\r\n"], ids=["close", "HTTP/1.0"]
+)
+async def test_the_last_request_is_answered_whatever_follows(last: bytes, size: int, path: bytes) -> None:
+    """At 50df865 what followed counted as a head too large, and closed the connection before the answer."""
+    async with connected() as connect:
+        client = await connect()
+        await client.ask(b"GET " + path + last + b"a" * size)
+        assert await client.answer() == (200, b"0")
 
 
 UPGRADES = ["h2c", "websocket", "h2c, close"]

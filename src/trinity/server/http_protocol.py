@@ -24,7 +24,7 @@ HEAD_S = 30.0  # s from a connection, or a head's first byte, to the head's end;
 UNREAD_S = 90.0  # s for which a client may read nothing of what was written, also once its connection is closed here
 
 MOST_BEHIND = 16  # requests behind the one that is answered, before their connection is parsed no further
-PIECE = 4 << 10  # bytes that are parsed at a time: asyncio reads up to 256 KiB, which may be 14,000 requests
+PIECE = 1 << 10  # bytes that are parsed at a time: asyncio reads up to 256 KiB, which may be 14,000 requests
 _FRAMING = (b"content-length", b"transfer-encoding")
 
 
@@ -83,6 +83,8 @@ class BoundedProtocol(HttpToolsProtocol):
     ignores_upgrade = False
     _unread = memoryview(b"")  # what has come and is not parsed yet: reading is paused as long as there is any
     _parsing = False
+    _is_last = False  # nothing is parsed behind the request that came last
+    _refused: HTTPStatus | None = None  # what is told behind its answer
     _beside = 0  # bytes of this request that are no body
     _head_is_due = True
     _too_large = False
@@ -107,8 +109,9 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Parse what has come, as far as it may be. Answers 431 where a request has too much beside its body."""
-        self._unread = memoryview(bytes(self._unread) + data if self._unread else data)
-        self.parse_unread()
+        if not self._is_last:
+            self._unread = memoryview(bytes(self._unread) + data if self._unread else data)
+            self.parse_unread()
 
     def parse_unread(self) -> None:
         """Parse what has come, a piece at a time, until reading is paused."""
@@ -119,6 +122,8 @@ class BoundedProtocol(HttpToolsProtocol):
             while self._unread and not self.flow.read_paused and not self.transport.is_closing():
                 piece, self._unread = self._unread[:PIECE], self._unread[PIECE:]
                 self._parse(bytes(piece))
+                if self._is_last:
+                    self._unread = memoryview(b"")
         finally:
             self._parsing = False
 
@@ -132,13 +137,15 @@ class BoundedProtocol(HttpToolsProtocol):
         super().on_response_complete()
         self._parsing = parsing
         self.flow.resume_reading()  # there is one less behind
+        if self._refused is not None:
+            self._refuse(self._refused)
         if self._clock is None and not self._head_is_due and not self._is_answering():
             self._start_clock()
 
     def _parse(self, piece: bytes) -> None:
         self._beside += len(piece)
         super().data_received(piece)
-        if self.transport.is_closing():
+        if self.transport.is_closing() or self._is_last:
             return
         if self._beside > MOST_HEAD:
             self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
@@ -146,7 +153,7 @@ class BoundedProtocol(HttpToolsProtocol):
             self._start_clock()
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what cannot be parsed, and never in the middle of an answer."""
+        """Refuse what cannot be parsed."""
         self._refuse(
             HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE if self._too_large else HTTPStatus.BAD_REQUEST,
         )
@@ -193,7 +200,7 @@ class BoundedProtocol(HttpToolsProtocol):
 
     def _end_behind(self, cycle: RequestResponseCycle) -> None:
         """Close behind a request that asks for it, if by a trailer: the parser takes nothing that follows."""
-        cycle.keep_alive = False
+        self._is_last, cycle.keep_alive = True, False
         if cycle.response_complete:
             self.transport.close()
 
@@ -221,8 +228,11 @@ class BoundedProtocol(HttpToolsProtocol):
         return self.cycle is not None and not self.cycle.response_complete
 
     def _refuse(self, status: HTTPStatus) -> None:
-        """Say why, if that is no part of an answer and no second one, and close."""
-        if self._head_is_due and not self._is_answering():
+        """Say why, and close; behind the answers that are due, and nothing where a body is what cannot be read."""
+        if self._head_is_due and self._is_answering():
+            self._is_last, self._refused = True, status
+            return
+        if self._head_is_due:
             head = f"HTTP/1.1 {status.value} {status.phrase}\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
             self.transport.write(head.encode())
         self.transport.close()
