@@ -9,7 +9,8 @@ from msgspec.structs import replace
 
 from support.core_tables import work
 from support.every_order import Search
-from trinity.core.frontend import Abort, FrontendCore
+from trinity.core import frontend_losses
+from trinity.core.frontend import Abort
 from trinity.core.instance.request_state import RequestState
 from trinity.core.instance.state import State
 from trinity.core.messages import Gone, Moved, Submit, Value
@@ -114,6 +115,6 @@ def test_a_first_token_that_nobody_has_is_missed(monkeypatch: pytest.MonkeyPatch
 
 def test_a_former_life_that_counts_as_up_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its words are the same, but what it was given is gone: no channel leads there any more."""
-    monkeypatch.setattr(FrontendCore, "_is_up", lambda self, life: True)
+    monkeypatch.setattr(frontend_losses, "is_up", lambda router, life: True)
     with pytest.raises(AssertionError, match="still waits"):
         search("EP+D", (IMAGE,), "D0", back=True).run()

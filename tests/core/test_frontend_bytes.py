@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from support.core_tables import emitted, make_frontend, sent, work
+from trinity.core.failure_policy import FailurePolicy
 from trinity.core.frontend import MAX_WAITING_BYTES, Abort, End, FrontendCore
 from trinity.core.messages import PREEMPTED, Finished, PeerDown, PeerUp, Sampled, Submit, Tick, Value
 from trinity.core.routing import RoundRobin
@@ -61,16 +62,17 @@ def test_what_nobody_waits_for_still_waits_at_its_instance(reason: str) -> None:
     assert refusal(core.handle(submit("b", 1), 4.1)) == ""
 
 
-def test_inputs_that_are_kept_to_be_sent_again_count_to_the_end() -> None:
+def test_inputs_that_are_kept_to_be_sent_again_wait_to_the_first_token_and_are_kept_to_the_end() -> None:
     core = bounded(100)
+    core.failures = FailurePolicy(kept_bytes=100)
     core.handle(PeerUp("D0", "D", 0, {"kv": 100}, returns=True), 0.0)
     core.handle(submit("a", 100), 0.0)
     core.handle(emitted(("a", 0, 0, Sampled(7))), 0.1)
-    assert core.waiting_bytes == 100
+    assert (core.waiting_bytes, core.kept_bytes) == (0, 100)
     core.handle(Finished(request="a", attempt=0, reason=PREEMPTED, count=1, route=("E0", "P0", "D0")), 0.2)
-    assert core.waiting_bytes == 100
+    assert (core.waiting_bytes, core.kept_bytes) == (0, 100)
     core.handle(Finished(request="a", attempt=1, reason="length", count=1, route=("E0", "P0", "D0")), 0.3)
-    assert core.waiting_bytes == 0
+    assert (core.waiting_bytes, core.kept_bytes) == (0, 0)
 
 
 def test_the_count_is_that_of_the_requests_that_are_there_in_any_order_of_events() -> None:

@@ -98,7 +98,7 @@ def test_what_was_sent_back_ends_with_an_error_where_its_first_stage_is_gone() -
 
 
 def test_what_was_sent_back_ends_with_an_error_where_no_prefill_pool_holds_its_outputs_too() -> None:
-    """Its prompt of five fits into two blocks; with nine outputs it needs four. P1, which had them, is gone."""
+    """Its prompt of five fits into two blocks; with nine outputs it needs four. P1, which had them, is back small."""
     core = make_frontend()
     core.handle(peer_up("P0", kv=2), 0.0)
     core.handle(peer_up("P1", kv=4), 0.0)
@@ -109,6 +109,7 @@ def test_what_was_sent_back_ends_with_an_error_where_no_prefill_pool_holds_its_o
     (again,) = sent(first, Submit)
     assert again.work.outputs == 9
     core.handle(PeerDown("P1"), 3.0)
+    core.handle(replace(peer_up("P1", kv=2), epoch=1), 3.0)
     (end,) = [each for each in core.handle(sent_back(9, attempt=1), 4.0) if isinstance(each, End)]
     assert end.failure is not None
     assert end.failure.error == "RequestTooLarge"

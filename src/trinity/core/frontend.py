@@ -2,16 +2,29 @@
 
 Keeps the route, tokens, attempt and end of each. Drops duplicates and puts tokens in order: the first comes from the
 prefill instance, the rest from the decode instance, on two channels. It alone decides when a request has ended.
+
+What was on a lost instance goes on from its first stage with the tokens that its reader has (``FailurePolicy``). Each
+life of a request has a name of its own among the instances, for some may still have an older one: what is heard of
+that is answered with Forget.
 """
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from math import inf
+from typing import Any
 
 from msgspec.structs import replace
 
-from trinity.core.frontend_request import FrontendRequest, Life, join_attempts
+from trinity.core.alarms import Alarms
+from trinity.core.failure_policy import NO_RECOVERY, FailurePolicy
+from trinity.core.front_door import find_malformed, find_misfit, find_overload
+from trinity.core.frontend_events import Abort as Abort
+from trinity.core.frontend_events import Deliver as Deliver
+from trinity.core.frontend_events import End as End
+from trinity.core.frontend_events import Prepare, Prepared
+from trinity.core.frontend_losses import end_of_loss, find_loss, whom_to_cancel
+from trinity.core.frontend_request import FrontendRequest, Life, join_attempts, may_go_on, reason_for_reader
 from trinity.core.messages import (
     PREEMPTED,
     Cancel,
@@ -32,152 +45,165 @@ from trinity.core.messages import (
     Value,
     Work,
 )
-from trinity.core.routing import BadChoice, Router, RoutingPolicy, needs
+from trinity.core.routing import BadChoice, Router, RoutingPolicy
 
 MAX_WAITING_BYTES = 4 << 30
-
-
-class Abort(Value, frozen=True):
-    """User to front end: end this request. ``reason``: cancelled (the reader left) or stop (a stop string matched)."""
-
-    request: str
-    reason: str
-
-
-class Deliver(Value, frozen=True):
-    """Front end to reader: the next token of a request, in order, once."""
-
-    request: str
-    index: int
-    sampled: Sampled
-
-
-class End(Value, frozen=True):
-    """Front end to reader: the end of a request. ``reason``: stop, length, cancelled, deadline or error."""
-
-    request: str
-    reason: str
-    failure: Failure | None = None
-    finished: Finished | None = None
 
 
 class FrontendCore:
     """``handle(event, now) -> [command]``: Send to instances, Deliver and End to readers.
 
-    ``max_waiting`` bounds the requests that have no token yet, ``max_waiting_bytes`` the bytes of their inputs.
+    ``max_waiting`` bounds the requests that have no token yet, ``max_waiting_bytes`` the bytes of their inputs;
+    ``failures`` says which requests survive a loss, and how long they wait for a stage that is away.
     """
 
     def __init__(
-        self, policy: RoutingPolicy, max_waiting: int = 1024, max_waiting_bytes: int = MAX_WAITING_BYTES
+        self,
+        policy: RoutingPolicy,
+        max_waiting: int = 1024,
+        max_waiting_bytes: int = MAX_WAITING_BYTES,
+        failures: FailurePolicy = NO_RECOVERY,
     ) -> None:
-        self.router = Router(policy)
+        self.router, self.failures = Router(policy), failures
         self.max_waiting, self.max_waiting_bytes = max_waiting, max_waiting_bytes
-        self.waiting_bytes = 0
+        self.waiting_bytes = self.kept_bytes = 0
         self.entries: dict[str, FrontendRequest] = {}
+        self.lives: dict[str, FrontendRequest] = {}  # by the name of its present life
         self.losses: dict[str, str] = {}  # why each instance was lost last
         self.waiting = self.taken = 0
-        self._deadlines: list[tuple[float, str]] = []
+        self._alarms = Alarms(self.entries)
         self._out: list[Value] = []
+        self._handlers: dict[type[Value], Callable[[Any, float], None]] = {
+            Emit: self._emit,
+            Finished: self._finished,
+            Submit: self._submit,
+            Abort: self._abort,
+            Tick: self._expire,
+            Moved: self._moved,
+            Gone: self._missing,
+            Prepared: self._prepared,
+            PeerUp: self._back,
+            PeerDown: self._lost,
+            PeerLoad: lambda event, now: self.router.take(event),
+            PeerSuspect: lambda event, now: self.router.suspect(event),
+        }
 
     def handle(self, event: Value, now: float) -> list[Value]:
         self._out = []
-        if isinstance(event, Emit):
-            self._emit(event, now)
-        elif isinstance(event, Finished):
-            self._finished(event, now)
-        elif isinstance(event, Submit):
-            self._submit(event, now)
-        elif isinstance(event, Abort):
-            self._abort(event, now)
-        elif isinstance(event, Tick):
-            self._expire(now)
-        elif isinstance(event, Moved):
-            self._moved(event, now)
-        elif isinstance(event, Gone):
-            self._missing(event, now)
-        elif isinstance(event, PeerLoad):
-            self.router.take(event)
-        elif isinstance(event, PeerUp):
-            self._back(event, now)
-        elif isinstance(event, PeerDown):
-            self._lost(event, now)
-        elif isinstance(event, PeerSuspect):
-            self.router.suspect(event)
+        handler = self._handlers.get(type(event))
+        if handler is not None:
+            handler(event, now)
         return self._out
 
     def next_timer(self) -> float | None:
-        """Clock time at which a Tick is due; None where no deadline is set."""
-        while self._deadlines:
-            due, request = self._deadlines[0]
-            if request in self.entries and self.entries[request].deadline == due:
-                return due
-            heapq.heappop(self._deadlines)  # of a request that has ended, whose id may be in use again
-        return None
+        """Clock time at which a Tick is due; None where no deadline is set, and nothing waits for a time."""
+        return self._alarms.next()
+
+    def reader_of(self, name: str) -> str:
+        """The id that its reader gave the request of which this is the present life."""
+        return self.lives[name].id if name in self.lives else name
+
+    # ---------------------------------------------------------------- a request comes, and is sent
 
     def _submit(self, event: Submit, now: float) -> None:
         self.taken += 1
         work = replace(event.work, number=self.taken)
         problem = self._problem(work, event.input_bytes)
+        entry = FrontendRequest(work.request, work, inf if work.deadline_s is None else now + work.deadline_s)
+        if problem is None:
+            entry.inputs, entry.input_bytes = event.inputs, event.input_bytes
+            self._keep_inputs(entry)
+            problem = self._start(entry, now)
         if problem is not None:
+            self.kept_bytes -= entry.kept_bytes
             self._out.append(End(work.request, "error", problem))
             return
-        try:
-            first = self.router.enter(work)
-        except BadChoice as problem:
-            self._out.append(End(work.request, "error", Failure("StageError", str(problem))))
-            return
-        assert first is not None
-        deadline = now + work.deadline_s if work.deadline_s is not None else float("inf")
-        inputs = event.inputs if any(peer.returns for peer in self.router.peers.values()) else ()
-        entry = FrontendRequest(work, first, deadline, inputs=inputs, input_bytes=event.input_bytes)
-        entry.hops = self._first_hop(first)
-        self.entries[work.request] = entry
+        self.entries[entry.id] = self.lives[entry.id] = entry
         self.waiting += 1
         self.waiting_bytes += event.input_bytes
-        if work.deadline_s is not None:
-            heapq.heappush(self._deadlines, (deadline, work.request))
-        self._out.append(Send(first, Submit(work, event.inputs)))
+        self._alarms.set(entry.deadline, entry.id)
 
     def _problem(self, work: Work, input_bytes: int) -> Failure | None:
-        if work.request in self.entries:  # its reader may be gone, but steps in flight still end
-            text = f"a request {work.request!r} is still being served or ended; wait, or use another request_id"
-            return Failure("RequestError", text)
-        if work.encode_only and not (work.media and self.router.known("E")):
-            text = "the features of a request need at least one image, and an instance with stage E"
-            return Failure("RequestError", text)
-        if not work.encode_only and (not work.prompt or work.max_tokens < 1):
-            text = f"a prompt of {len(work.prompt)} tokens and an output of {work.max_tokens}; both need at least one"
-            return Failure("RequestError", text)
-        if self.waiting >= self.max_waiting:
-            return Failure("Overloaded", f"{self.waiting} requests wait already; try later or raise max_waiting")
-        if input_bytes > self.max_waiting_bytes:
-            text = f"its media make {input_bytes} bytes, above max_waiting_bytes ({self.max_waiting_bytes})"
-            return Failure("RequestTooLarge", f"{text}; send fewer or smaller images")
-        if self.waiting_bytes + input_bytes > self.max_waiting_bytes:
-            text = f"the media of requests that wait have {self.waiting_bytes} bytes already"
-            return Failure("Overloaded", f"{text}; try later or raise max_waiting_bytes")
-        for letter in _path(work):
-            if self.router.misses(letter):
-                return Failure("Overloaded", self._away(letter), {"stage": letter})
-            if next(self.router.fitting(letter, work), None) is None:
-                return _too_large(self.router, work, letter)
+        known = work.request in self.entries or work.request in self.lives
+        problem = find_malformed(work, self.router, known)
+        if problem is not None:
+            return problem
+        return find_overload(self.waiting, self.max_waiting, self.waiting_bytes, input_bytes, self.max_waiting_bytes)
+
+    def _keep_inputs(self, entry: FrontendRequest) -> None:
+        """Keep its inputs for a life after this one, if there may be one and there is room."""
+        again = self.failures.recoveries > 0 or any(peer.returns for peer in self.router.peers.values())
+        if again and self.kept_bytes + entry.input_bytes <= self.failures.kept_bytes:
+            entry.kept_bytes = entry.input_bytes
+            self.kept_bytes += entry.kept_bytes
+        else:
+            entry.dropped = bool(entry.inputs)
+
+    def _start(self, entry: FrontendRequest, now: float) -> Failure | None:
+        """Send a request to its first stage, or have it wait while one that it needs is away. Returns why neither."""
+        problem = find_misfit(self.router, entry.work, self.losses)
+        if problem is not None:
+            if problem.error != "Overloaded" or self.failures.wait_s == 0 or now >= entry.gives_up_at:
+                return problem
+            self._wait(entry, now)
+            return None
+        if entry.dropped and not entry.inputs:
+            self._wait(entry, now)
+            if not entry.preparing:
+                entry.preparing = True
+                self._out.append(Prepare(entry.id))
+            return None
+        try:
+            first = self.router.enter(entry.work)
+        except BadChoice as choice:
+            return Failure("StageError", str(choice))
+        assert first is not None
+        self._out.append(Send(first, Submit(entry.work, entry.inputs, tokens=tuple(entry.tokens))))
+        entry.enter(Life(first, self.router.peers[first].epoch), now)
+        entry.inputs = () if entry.dropped else entry.inputs
         return None
 
-    def _away(self, letter: str) -> str:
-        """Name the instances of a stage that are all away, and why."""
-        gone = [peer.name for peer in self.router.lost.values() if letter in peer.roles]
-        why = "; ".join(f"{name} is started again: {self.losses.get(name) or 'it was lost'}" for name in gone)
-        return f"no instance is up at stage {letter} just now ({why}); try again in a while"
+    # ---------------------------------------------------------------- a request waits for a stage
+
+    def _wait(self, entry: FrontendRequest, now: float, pause_s: float = inf) -> None:
+        """Let it wait until an instance comes up, or for so long."""
+        entry.wait(now + pause_s)
+        if self.failures.wait_s is not None:
+            entry.gives_up_at = min(entry.gives_up_at, now + self.failures.wait_s)
+        self._alarms.set(entry.retry_at, entry.id)
+        self._alarms.set(entry.gives_up_at, entry.id)
+
+    def _try_again(self, entry: FrontendRequest, now: float) -> None:
+        problem = self._start(entry, now)
+        if problem is not None:
+            entry.finish("error", problem)
+            self._conclude(entry)
+
+    def _prepared(self, event: Prepared, now: float) -> None:
+        """Send a request whose inputs were made once more, unless its media are others by now."""
+        entry = self.entries.get(event.request)
+        if entry is None or not entry.waits:
+            return
+        entry.inputs, entry.preparing, failure = event.inputs, False, event.failure
+        if failure is None and event.contents != tuple(span.content for span in entry.work.media):
+            failure = Failure("BadMedia", "an instance was lost with the request, and its media are others by now")
+        if failure is None:
+            self._try_again(entry, now)
+            return
+        entry.finish("error", failure)
+        self._conclude(entry)
+
+    # ---------------------------------------------------------------- tokens come
 
     def _emit(self, event: Emit, now: float) -> None:
-        entries, out, behind = self.entries, self._out, event.behind
+        lives, out, behind = self.lives, self._out, event.behind
         rows = zip(event.requests, event.attempts, event.starts, event.sampled, strict=True)
         for request, attempt, start, sampled in rows:
-            entry, index = entries.get(request), start + behind
+            entry, index = lives.get(request), start + behind
             if entry is None or entry.aborted or attempt != entry.work.attempt or index < entry.delivered:
                 continue
             if index == entry.delivered and index and not entry.early and entry.finished is None:  # most tokens
-                out.append(Deliver(request, index, sampled))
+                out.append(Deliver(entry.id, index, sampled))
                 entry.tokens.append(sampled.token)
                 entry.delivered = index + 1
             else:
@@ -189,24 +215,18 @@ class FrontendCore:
         while entry.delivered in entry.early:
             if not entry.delivered:
                 self.waiting -= 1
-                if not entry.inputs:  # those that are kept may be sent once more
-                    self._free_inputs(entry)
+                self._free_inputs(entry)
             sampled = entry.early.pop(entry.delivered)
-            self._out.append(Deliver(entry.work.request, entry.delivered, sampled))
+            self._out.append(Deliver(entry.id, entry.delivered, sampled))
             entry.tokens.append(sampled.token)
             entry.delivered += 1
         self._settle(entry, now)
 
-    def _first_hop(self, name: str) -> dict[int, Life]:
-        return {0: Life(name, self.router.peers[name].epoch)}
-
-    def _is_up(self, life: Life) -> bool:
-        peer = self.router.peers.get(life.name)
-        return peer is not None and peer.epoch == life.epoch
+    # ---------------------------------------------------------------- instances come and go
 
     def _current(self, request: str, attempt: int, speaker: str) -> FrontendRequest | None:
         """Find the record of this attempt. An instance that speaks of one that is over is told to forget it."""
-        entry = self.entries.get(request)
+        entry = self.lives.get(request)
         if entry is not None and entry.work.attempt == attempt:
             return entry
         self._forget(request, attempt, (speaker,))
@@ -230,14 +250,17 @@ class FrontendCore:
             self._fail(entry, to, now)
 
     def _back(self, event: PeerUp, now: float) -> None:
-        """Add an instance. What was on a former life of it is lost, even if that was never told."""
+        """Add an instance, for which some may wait. What was on a former life of it is lost, even if nobody said so."""
         self.router.add(event)
+        waiting = [entry for entry in self.entries.values() if entry.waits and entry.retry_at == inf]
         if event.epoch:
             for entry in list(self.entries.values()):
                 self._check_lives(entry, now)
+        for entry in sorted(waiting, key=lambda each: each.work.number):
+            self._try_again(entry, now)
 
     def _lost(self, event: PeerDown, now: float) -> None:
-        """Fail the requests on a lost instance; the other instances drop what they hold of these."""
+        """Fail the requests on a lost instance, or send them on; the other instances drop what they hold of these."""
         self.losses[event.name] = event.why
         self.router.drop(event.name)
         for request, entry in list(self.entries.items()):
@@ -246,40 +269,21 @@ class FrontendCore:
                 self._cancel(entry)  # the first one may have ended there
 
     def _cancel(self, entry: FrontendRequest) -> None:
-        """Send a Cancel, which follows the request from its first instance; past a lost one, to all that are up."""
-        up = [life.name for life in entry.hops.values() if self._is_up(life)]
-        names = [entry.first] if len(up) == len(entry.hops) else sorted(set(up), key=entry.route.index)
-        for name in names:
+        for name in whom_to_cancel(entry, self.router):
             self._out.append(Send(name, Cancel(entry.work.request)))
 
     def _check_lives(self, entry: FrontendRequest, now: float) -> None:
-        """Fail a request whose instance is lost, or the one that alone has its first token.
-
-        An instance's words come in order, and those that were cut off were its last ones: after its end all is heard
-        of it that ever will be. What it gave to others is heard from them (``Moved``, ``Gone``).
-        """
-        place, first = entry.hops[max(entry.hops)], entry.prefilled_at
-        if entry.finished is None and not self._is_up(place):
-            self._fail(entry, place, now)
-        elif first is not None and entry.delivered == entry.base and not entry.aborted and not self._is_up(first):
-            self._fail(entry, first, now)
+        lost = find_loss(entry, self.router)
+        if lost is not None:
+            self._fail(entry, lost, now)
 
     def _fail(self, entry: FrontendRequest, lost: Life, now: float) -> None:
-        """End a request that this loss has left without an end."""
-        peer = self.router.lost.get(lost.name) or self.router.peers.get(lost.name)
-        text = f"instance {lost.name} was lost while the request was there; send it again"
-        entry.finished = Finished(
-            request=entry.work.request,
-            attempt=entry.work.attempt,
-            reason="error",
-            failure=Failure("StageError", text, {"stage": peer.roles if peer is not None else ""}),
-            count=entry.delivered,
-            route=entry.route,
-        )
+        """End a life of a request that this loss has left without an end."""
+        entry.lost, entry.finished = lost, end_of_loss(entry, lost, self.router)
         self._settle(entry, now)
 
     def _finished(self, event: Finished, now: float) -> None:
-        entry = self.entries.get(event.request)
+        entry = self.lives.get(event.request)
         if entry is None or event.attempt != entry.work.attempt:  # it was given up when an instance was lost
             self._forget(event.request, event.attempt, event.route)
             return
@@ -292,64 +296,91 @@ class FrontendCore:
         if entry is None or entry.aborted or entry.ended:
             return
         entry.aborted = event.reason
-        self._cancel(entry)
+        if entry.waits:
+            entry.finish("cancelled")
+        else:
+            self._cancel(entry)
         if event.reason != "stop":  # nobody waits for this end; a stop string's reader waits for the spans
             self._end(entry, event.reason)
         self._settle(entry, now)  # it may have finished already, and waited for a token on a slower channel
 
-    def _expire(self, now: float) -> None:
-        while (due := self.next_timer()) is not None and due <= now:
-            _, request = heapq.heappop(self._deadlines)
-            self._abort(Abort(request, "deadline"), now)
+    def _expire(self, event: Tick, now: float) -> None:
+        while (request := self._alarms.pop(now)) is not None:
+            entry = self.entries[request]
+            if entry.deadline <= now:
+                self._abort(Abort(entry.id, "deadline"), now)
+            else:
+                self._try_again(entry, now)
+
+    # ---------------------------------------------------------------- a life of a request ends, or the request does
 
     def _settle(self, entry: FrontendRequest, now: float) -> None:
-        """End the request, and drop its record, once Finished and all tokens before it have arrived."""
+        """End the request, or send it on, once Finished and all tokens before it have arrived."""
         finished = entry.finished
         if finished is None or (not entry.aborted and entry.delivered < finished.count):
             return
-        if finished.reason == PREEMPTED and not entry.aborted:
-            nowhere = self._again(entry, finished, now)
-            if nowhere is None:
+        if not entry.aborted and (entry.lost is not None or may_go_on(finished)):
+            problem = self._go_on(entry, finished, now)
+            if problem is None:
                 return
-            finished = entry.finished = nowhere
-        if entry.past is not None:
-            finished = entry.finished = join_attempts(entry.past, finished)
-        if not entry.ended:
-            self._end(entry, entry.aborted or _reason(finished))
-        self._forget(finished.request, entry.work.attempt, (entry.first, *finished.route, *entry.route))
-        self._free_inputs(entry)
-        del self.entries[finished.request]
+            entry.finished = problem
+        self._conclude(entry)
 
-    def _again(self, entry: FrontendRequest, finished: Finished, now: float) -> Finished | None:
-        """Resubmit a request that was preempted where it cannot be recomputed, with its tokens so far.
+    def _go_on(self, entry: FrontendRequest, finished: Finished, now: float) -> Finished | None:
+        """Send a request on with its tokens so far: it was preempted where it cannot be recomputed, or lost.
 
-        Returns its end where no instance has its first stage any more, else None.
+        Returns its end where it cannot go on, or has all its tokens, else None.
         """
-        left = entry.deadline - now if entry.work.deadline_s is not None else None
-        outputs = len(entry.tokens)
-        work = replace(entry.work, attempt=entry.work.attempt + 1, deadline_s=left, outputs=outputs)
-        if self.router.has("P") and next(self.router.fitting("P", work), None) is None:
-            advice = f"it was preempted, and its {outputs} outputs count as prompt; enlarge the pools"
-            return replace(finished, reason="error", failure=_too_large(self.router, work, "P", advice))
-        try:
-            first = self.router.enter(work)
-        except BadChoice as problem:
-            return replace(finished, reason="error", failure=Failure("StageError", str(problem)))
-        if first is None:
-            text = "the request was preempted, and no instance is up at its first stage just now; send it again"
-            return replace(finished, reason="error", failure=Failure("Overloaded", text))
-        entry.past = finished if entry.past is None else join_attempts(entry.past, finished)
-        entry.work, entry.first, entry.hops, entry.base = work, first, self._first_hop(first), entry.delivered
-        entry.finished = entry.prefilled_at = None
-        self._out.append(Send(first, Submit(work, entry.inputs, tokens=tuple(entry.tokens))))
+        pause_s = None
+        if finished.reason == PREEMPTED:
+            entry.gives_up_at = inf
+            entry.next_attempt(now, entry.work.request)
+        elif entry.said:
+            return replace(finished, reason=entry.said, failure=None, count=entry.delivered)
+        else:
+            pause_s = entry.count_loss(finished, waits=self.failures.wait_s != 0)
+            if not self.failures.recoveries or entry.recoveries > self.failures.recoveries or now >= entry.gives_up_at:
+                return finished
+            self._leave(entry, finished, now)
+        problem = None
+        if pause_s is None:
+            problem = self._start(entry, now)
+        else:
+            self._wait(entry, now, pause_s)
+        if problem is not None:
+            return replace(finished, reason="error", failure=problem)
+        entry.past = join_attempts(entry.past, finished)
         return None
+
+    def _leave(self, entry: FrontendRequest, finished: Finished, now: float) -> None:
+        """Leave this life of a request, which no instance is to go on with, for the next one, under another name."""
+        work = entry.work
+        entry.end_life(finished, now)
+        attempted = entry.past.route if entry.past is not None else ()  # by this life, before it was preempted
+        self._forget(work.request, work.attempt, (entry.first, *finished.route, *entry.route, *attempted))
+        name = entry.next_name(self.entries, self.lives)
+        self.lives[name] = self.lives.pop(work.request)
+        entry.next_attempt(now, name)
+
+    def _conclude(self, entry: FrontendRequest) -> None:
+        """End the request, and drop its record."""
+        finished = entry.finished
+        assert finished is not None
+        entry.count_recomputed(finished)
+        finished = entry.finished = join_attempts(entry.past, finished)
+        if not entry.ended:
+            self._end(entry, entry.aborted or reason_for_reader(finished))
+        self._forget(entry.work.request, entry.work.attempt, (entry.first, *finished.route, *entry.route))
+        self._free_inputs(entry)
+        self.kept_bytes -= entry.kept_bytes
+        del self.entries[entry.id], self.lives[entry.work.request]
 
     def _free_inputs(self, entry: FrontendRequest) -> None:
         self.waiting_bytes -= entry.input_bytes
         entry.input_bytes = 0
 
     def _forget(self, request: str, attempt: int, route: Sequence[str]) -> None:
-        for name in dict.fromkeys(route):
+        for name in filter(None, dict.fromkeys(route)):
             self._out.append(Send(name, Forget(request, attempt)))
 
     def _end(self, entry: FrontendRequest, reason: str) -> None:
@@ -360,30 +391,5 @@ class FrontendCore:
         failure = finished.failure if finished is not None and reason == "error" else None
         if reason == "deadline":
             failure = Failure("DeadlineExceeded", f"the deadline passed after {entry.delivered} tokens")
-        self._out.append(End(entry.work.request, reason, failure, finished))
-
-
-def _path(work: Work) -> str:
-    """Letters of the stages that a request needs."""
-    if work.encode_only:
-        return "E"
-    return ("E" if work.media else "") + ("PD" if work.max_tokens > 1 else "P")
-
-
-def _reason(finished: Finished) -> str:
-    """Reason for the reader: "deadline" also where an instance saw it pass first."""
-    late = finished.failure is not None and finished.failure.error == "DeadlineExceeded"
-    return "deadline" if late else finished.reason
-
-
-def _too_large(
-    router: Router, work: Work, letter: str, advice: str = "shorten the prompt or max_tokens, or enlarge the pools"
-) -> Failure:
-    """Failure that lists the blocks needed and the pool size of every instance with this stage."""
-    found = []
-    for peer in router.peers.values():
-        if letter in peer.roles:
-            need = needs(letter, work, peer.roles, peer.image_block_size, peer.kv_block_size)
-            found += [f"{count} {kind} of {peer.pools.get(kind, 0)} in {peer.name}" for kind, count in need.items()]
-    text = f"no instance can hold this request at stage {letter}; blocks that it needs of the pools: {', '.join(found)}"
-    return Failure("RequestTooLarge", f"{text}; {advice}")
+        told = (entry.work.attempt + 1, entry.former, entry.recomputed)
+        self._out.append(End(entry.id, reason, failure, finished, *told))

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Container
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
-from trinity.core.messages import Finished, Sampled, Work
+from trinity.core.frontend_events import FormerLife
+from trinity.core.messages import NOWHERE, PREEMPTED, Failure, Finished, Sampled, Work
+
+PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0  # before a request goes back to one that has not heard yet who is up
 
 
 class Life(NamedTuple):
@@ -21,13 +26,22 @@ class Life(NamedTuple):
 class FrontendRequest:
     """Record of a request that has not ended on every instance.
 
-    ``hops``: the lives of instances that this attempt of it has come to, by number, as far as they are known: it is at
-    the last one. ``prefilled_at``: the life that sends its first token, where another one decodes.
+    ``id`` is its reader's name for it, ``work.request`` that of its present life, which the instances know.
+
+    - ``hops``: the lives of instances that this attempt of it has come to, by number, as far as they are known: it is
+      at the last one. ``prefilled_at``: the life that sends its first token, where another one decodes.
+    - ``lost``: the instance that was lost with it, once that is known.
+    - ``waits``: it is at no instance, until one with the stage that it needs is up, or till ``retry_at``; at
+      ``gives_up_at`` (clock times) it is given up. ``pauses``: how often it was told that an instance is away.
+    - ``dropped``: its inputs are not kept, so that they must be prepared again before it can be sent again;
+      ``preparing``: they are just now.
+    - ``recomputing``: positions to prefill because a former life was lost; ``recomputed``: of lives that have ended.
     """
 
+    id: str
     work: Work
-    first: str
     deadline: float
+    first: str = ""
     delivered: int = 0
     hops: dict[int, Life] = field(default_factory=dict)
     early: dict[int, Sampled] = field(default_factory=dict)
@@ -39,16 +53,99 @@ class FrontendRequest:
     past: Finished | None = None  # the end of its former attempts, before it was sent back
     base: int = 0  # count of tokens delivered by then
     input_bytes: int = 0  # of its inputs that wait here, on the way or at an instance
+    kept_bytes: int = 0  # of its inputs that are kept here
+    dropped: bool = False
+    preparing: bool = False
     prefilled_at: Life | None = None
+    lost: Life | None = None
+    began: float = 0.0  # clock time at which this life was sent
+    recoveries: int = 0
+    former: tuple[FormerLife, ...] = ()
+    recomputing: int = 0
+    recomputed: int = 0
+    waits: bool = False
+    retry_at: float = inf
+    gives_up_at: float = inf
+    pauses: int = 0
 
     @property
     def route(self) -> tuple[str, ...]:
         """Names of the instances that it has come to, as far as they are known."""
         return tuple(self.hops[hop].name for hop in sorted(self.hops))
 
+    @property
+    def said(self) -> str:
+        """Reason of an end that its tokens tell though no instance has: "stop" or "length"; "" where more follow."""
+        if self.tokens and self.tokens[-1] in self.work.stop_ids:
+            return "stop"
+        return "length" if self.tokens and len(self.tokens) >= self.work.max_tokens else ""
 
-def join_attempts(past: Finished, last: Finished) -> Finished:
+    def is_due(self, alarm: float) -> bool:
+        """True where this clock time still means something to it."""
+        return alarm == self.deadline or (self.waits and alarm in (self.retry_at, self.gives_up_at))
+
+    def finish(self, reason: str, why: Failure | None = None) -> None:
+        """End it here, where it waits and no instance reports."""
+        name, attempt = self.work.request, self.work.attempt
+        self.waits = False
+        self.finished = Finished(request=name, attempt=attempt, reason=reason, failure=why, count=self.delivered)
+
+    def count_loss(self, finished: Finished, waits: bool) -> float | None:
+        """Count the loss of this life. Returns seconds until the next one may begin; None for at once.
+
+        Where an instance knew of none with the next stage though one is up, it has not heard of that yet: it ``waits``,
+        for the two would send it to and fro in no time. That does not count.
+        """
+        if waits and finished.failure is not None and finished.failure.fields.get("cause") == NOWHERE:
+            self.pauses += 1
+            return min(LONGEST_PAUSE_S, PAUSE_S * 2.0 ** min(self.pauses - 1, 10))
+        self.recoveries, self.pauses, self.gives_up_at = self.recoveries + 1, 0, inf
+        return None
+
+    def next_name(self, *taken: Container[str]) -> str:
+        """Name of the next life of it, among the instances: none of those that are ``taken``."""
+        name = f"{self.id}~{self.work.attempt + 1}"
+        while any(name in each for each in taken):  # somebody's id
+            name += "~"
+        return name
+
+    def next_attempt(self, now: float, name: str) -> None:
+        """Go on with its tokens so far, as part of what is prefilled, and with the time that is left."""
+        left = max(0.0, self.deadline - now) if self.work.deadline_s is not None else None
+        attempt, outputs = self.work.attempt + 1, len(self.tokens)
+        self.work = replace(self.work, request=name, attempt=attempt, deadline_s=left, outputs=outputs)
+
+    def enter(self, first: Life, now: float) -> None:
+        """Note that this life of it is sent to its first instance."""
+        self.first, self.hops, self.began = first.name, {0: first}, now
+        self.finished = self.prefilled_at = self.lost = None
+        self.base, self.waits, self.retry_at = self.delivered, False, inf
+
+    def wait(self, retry_at: float) -> None:
+        """Note that it is at no instance, and what is left of its former life is not waited for."""
+        self.first, self.hops, self.waits, self.retry_at = "", {}, True, retry_at
+        self.finished = self.prefilled_at = self.lost = None
+
+    def end_life(self, finished: Finished, now: float) -> None:
+        """Note how a loss ended a life of it. Tokens that came ahead of a missing one will come again."""
+        self.count_recomputed(finished)
+        why = finished.failure.message if finished.failure is not None else ""
+        route = finished.route or self.route
+        self.former += (FormerLife(why, self.delivered, now - self.began, route, finished.spans),)
+        self.early.clear()
+        self.recomputing = len(self.work.prompt) + self.delivered
+
+    def count_recomputed(self, finished: Finished) -> None:
+        """Count what this life prefilled because of a loss: nothing where nobody knows whether it came to that."""
+        if finished.spans or self.delivered > self.base:
+            self.recomputed += max(0, self.recomputing - finished.cached_tokens)
+        self.recomputing = 0
+
+
+def join_attempts(past: Finished | None, last: Finished) -> Finished:
     """Merge the records of two attempts of a request into one end."""
+    if past is None:
+        return last
     spans = {name: past.spans.get(name, 0.0) + last.spans.get(name, 0.0) for name in {**past.spans, **last.spans}}
     return replace(
         last,
@@ -58,3 +155,15 @@ def join_attempts(past: Finished, last: Finished) -> Finished:
         route=past.route + last.route,
         preemptions=past.preemptions + last.preemptions,
     )
+
+
+def may_go_on(finished: Finished) -> bool:
+    """True for an end by no fault of the request: its blocks were lost on their way, or it was preempted."""
+    why = finished.failure
+    return finished.reason == PREEMPTED or (why is not None and why.error == "MigrationError" and not finished.cut)
+
+
+def reason_for_reader(finished: Finished) -> str:
+    """Reason of an end as the reader hears it: "deadline" also where an instance saw it pass first."""
+    late = finished.failure is not None and finished.failure.error == "DeadlineExceeded"
+    return "deadline" if late else finished.reason

@@ -25,6 +25,7 @@ from trinity.core.values import ENCODED as ENCODED
 from trinity.core.values import FRONTEND as FRONTEND
 from trinity.core.values import IMAGE as IMAGE
 from trinity.core.values import KV as KV
+from trinity.core.values import NOWHERE as NOWHERE
 from trinity.core.values import PREEMPTED as PREEMPTED
 from trinity.core.values import Failure as Failure
 from trinity.core.values import MediaSpan as MediaSpan

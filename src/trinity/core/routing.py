@@ -205,19 +205,12 @@ class Router:
         return [peer for peer in found if peer.name not in self.suspects] or found if self.suspects else found
 
     def fitting(self, letter: str, work: Work) -> Iterator[PeerUp]:
-        """Instances with the stage whose pools could ever hold the request; its need is the same for all of a kind."""
-        known: dict[tuple[str, int, int], dict[str, int]] = {}
-        for peer in self.peers.values():
-            if letter in peer.roles:
-                kind = (peer.roles, peer.image_block_size, peer.kv_block_size)
-                need = known.get(kind)
-                if need is None:
-                    need = known[kind] = needs(letter, work, *kind)
-                for wanted, count in need.items():
-                    if count > peer.pools.get(wanted, 0):
-                        break
-                else:
-                    yield peer
+        """Instances with the stage whose pools could ever hold the request."""
+        return _fitting(letter, work, self.peers.values())
+
+    def awaits(self, letter: str, work: Work) -> bool:
+        """True where no instance that is up could hold the request at this stage, and one that is lost could."""
+        return not any(self.fitting(letter, work)) and any(_fitting(letter, work, self.lost.values()))
 
     def enter(self, work: Work) -> str | None:
         """Name of the instance for the first stage: E where there are media, unless they need not be encoded."""
@@ -311,6 +304,22 @@ class Router:
 
     def has(self, letter: str) -> bool:
         return any(letter in peer.roles for peer in self.peers.values())
+
+
+def _fitting(letter: str, work: Work, peers: Iterable[PeerUp]) -> Iterator[PeerUp]:
+    """Instances with the stage whose pools could ever hold the request; its need is the same for all of a kind."""
+    known: dict[tuple[str, int, int], dict[str, int]] = {}
+    for peer in peers:
+        if letter in peer.roles:
+            kind = (peer.roles, peer.image_block_size, peer.kv_block_size)
+            need = known.get(kind)
+            if need is None:
+                need = known[kind] = needs(letter, work, *kind)
+            for wanted, count in need.items():
+                if count > peer.pools.get(wanted, 0):
+                    break
+            else:
+                yield peer
 
 
 def _units(letter: str, work: Work) -> int:

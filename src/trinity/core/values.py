@@ -16,6 +16,7 @@ class Value(msgspec.Struct, frozen=True, gc=False, tag=True):
 
 FRONTEND = "frontend"  # the name under which every instance reaches the front end
 PREEMPTED = "preempted"  # reason of the end of a request that must be recomputed elsewhere
+NOWHERE = "Nowhere"  # cause of a failure: no instance has the next stage just now, as far as this one knows
 IMAGE, KV = "image", "kv"  # the kinds of block built in; an audio cache is one more
 
 

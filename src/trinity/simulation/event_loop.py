@@ -14,6 +14,7 @@ from math import inf
 from typing import Any
 
 from trinity.core import InstanceCore
+from trinity.core.failure_policy import NO_RECOVERY, FailurePolicy
 from trinity.core.frontend import Deliver, End, FrontendCore
 from trinity.core.instance.state import Settings
 from trinity.core.messages import (
@@ -46,10 +47,14 @@ class EventLoop:
     """
 
     def __init__(
-        self, instances: Sequence[Settings], routing: Callable[[], RoutingPolicy], max_waiting: int = 1024
+        self,
+        instances: Sequence[Settings],
+        routing: Callable[[], RoutingPolicy],
+        max_waiting: int = 1024,
+        failures: FailurePolicy = NO_RECOVERY,
     ) -> None:
         self.cores = {each.name: InstanceCore(each, routing()) for each in instances}
-        self.frontend = FrontendCore(routing(), max_waiting)
+        self.frontend = FrontendCore(routing(), max_waiting, failures=failures)
         self.now = 0.0
         self.events = 0
         self.timed = True

@@ -122,6 +122,7 @@ class Bookkeeping:
         for name, core in self.cores.items():
             check_forgotten(name, core.state)
         assert not self.frontend.entries, f"the front end still waits for {sorted(self.frontend.entries)}"
+        assert not self.frontend.lives, f"the front end still knows the lives {sorted(self.frontend.lives)}"
         assert self.frontend.waiting == 0, f"the front end counts {self.frontend.waiting} waiting requests"
         assert self.frontend.next_timer() is None, "a deadline outlived its request"
 

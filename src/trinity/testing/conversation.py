@@ -56,6 +56,9 @@ class Conversation:
 
     A death ends the transfers from and to the instance without a Release, those that were offered before its source
     heard of the death included. A request may end without a Finished then, or with those of several instances.
+
+    Each life of a request has a name of its own: it begins with the tokens that its reader has, and its reader gets
+    tokens of the present one alone.
     """
 
     def __init__(self, cores: Mapping[str, InstanceCore]) -> None:
@@ -71,7 +74,10 @@ class Conversation:
         self.finished: Counter[str] = Counter()
         self.forgotten: Counter[tuple[str, str]] = Counter()
         self.emitted: set[tuple[str, int]] = set()
-        self.delivered: Counter[str] = Counter()
+        self.delivered: dict[str, list[int]] = {}
+        self.readers: dict[int, str] = {}  # by number, which all lives of a request have
+        self.present: dict[str, str] = {}  # name of the present life of each
+        self.begun: Counter[str] = Counter()  # tokens that each life began with
         self.ends: dict[str, End] = {}
         self.fetched: dict[str, tuple[str, str, Fetched]] = {}
         self.returned: set[str] = set()
@@ -95,6 +101,8 @@ class Conversation:
         elif isinstance(event, PeerDown):
             for transfer in self.transfers.values():
                 transfer.void |= (transfer.offer.source, transfer.target) == (name, event.name)
+            ends = {id: (holder, taker) for id, (holder, taker, _) in self.fetched.items()}
+            self.returned |= {id for id, pair in ends.items() if pair == (name, event.name)}
         elif isinstance(event, Pulled):
             self.transfers[event.offer].running.remove(event.part)
 
@@ -145,7 +153,8 @@ class Conversation:
         for request, end in self.ends.items():
             if end.reason in ("length", "stop") and request not in self.aborted:
                 assert end.finished is not None
-                assert self.delivered[request] == end.finished.count, f"{request}: tokens are missing at {end}"
+                found = len(self.delivered.get(request, ()))
+                assert found == end.finished.count, f"{request}: tokens are missing at {end}"
 
     def _each_finished(self) -> None:
         twice = {request for request, count in self.finished.items() if count > 1} - self.silenced
@@ -158,6 +167,8 @@ class Conversation:
         if isinstance(message, Submit):
             self.admitted.add(message.work.request)
             self.sent_back.discard(message.work.request)
+            if name == FRONTEND:
+                self._begins(message)
         elif isinstance(message, Finished) and message.reason == PREEMPTED:
             self.sent_back.add(message.request)
         elif isinstance(message, Finished):
@@ -173,10 +184,20 @@ class Conversation:
         else:
             self._migrates(name, to, message)
 
+    def _begins(self, sent: Submit) -> None:
+        life = sent.work.request
+        reader = self.readers.setdefault(sent.work.number, life)
+        assert reader not in self.ends, f"{sent} of a request that has ended"
+        known = self.delivered.get(reader, [])
+        assert list(sent.tokens) == known, f"{sent} with tokens {sent.tokens}, and its reader has {known}"
+        assert sent.work.outputs == len(known), f"{sent} says that it has {sent.work.outputs} outputs"
+        self.present[reader], self.begun[life] = life, len(known)
+
     def _once(self, name: str, emitted: Iterable[tuple[str, int]]) -> None:
         for each in emitted:
             assert each not in self.emitted, f"{name} emitted {each} again"
-            assert not each[1] or (each[0], each[1] - 1) in self.emitted, f"{name} emitted {each} out of order"
+            follows = each[1] == self.begun[each[0]] or (each[0], each[1] - 1) in self.emitted
+            assert follows, f"{name} emitted {each} out of order"
             self.emitted.add(each)
 
     def _migrates(self, name: str, to: str, message: Value) -> None:
@@ -279,10 +300,12 @@ class Conversation:
 
     def _delivers(self, command: Deliver) -> None:
         request = command.request
+        before = self.delivered.setdefault(request, [])
         assert request not in self.ends, f"a token of {request} after its end"
-        assert command.index == self.delivered[request], f"{command}, expected index {self.delivered[request]}"
-        assert (request, command.index) in self.emitted, f"{command} was not emitted"
-        self.delivered[request] += 1
+        assert command.index == len(before), f"{command}, expected index {len(before)}"
+        emitted = (self.present.get(request, request), command.index) in self.emitted
+        assert emitted, f"{command} was not emitted"
+        before.append(command.sampled.token)
 
 
 def ends_lease_early(message: Value) -> TypeGuard[Withdraw]:

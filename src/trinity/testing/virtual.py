@@ -25,6 +25,7 @@ from random import Random
 from typing import Any
 
 from trinity.core import InstanceCore
+from trinity.core.failure_policy import NO_RECOVERY, FailurePolicy
 from trinity.core.frontend import Abort, Deliver, End
 from trinity.core.instance.state import Settings
 from trinity.core.messages import (
@@ -88,6 +89,7 @@ class VirtualCluster(EventLoop):
     - ``sample`` (counts up): ``sample(work, index)`` returns the token of each output.
     - ``seed`` (0): seed of all random draws.
     - ``observers`` (every check): checks to run after each event.
+    - ``failures`` (``NO_RECOVERY``): the front end's policy for requests whose instance dies.
 
     Raises ``AssertionError`` with the last events in its notes where a check fails.
     """
@@ -103,8 +105,9 @@ class VirtualCluster(EventLoop):
         sample: Callable[[Work, int], int] = _count_up,
         seed: int = 0,
         observers: Sequence[Observer] | None = None,
+        failures: FailurePolicy = NO_RECOVERY,
     ) -> None:
-        super().__init__(instances, routing, max_waiting)
+        super().__init__(instances, routing, max_waiting, failures)
         self.routing, self.lives = routing, Lives(tuple(self.cores), Random(-1 - seed))
         self.durations, self.faults, self.sample = durations or Durations(), faults or Faults(), sample
         self.draw, self.hiccups, self.copies = Random(seed), Random(seed), Random(seed)
@@ -112,7 +115,8 @@ class VirtualCluster(EventLoop):
         self.commands: list[tuple[float, str, Value]] = []
         self.recent: deque[tuple[float, str, Value]] = deque(maxlen=40)
         self._arrival: dict[tuple[str, str], float] = {}
-        self._drawn: dict[str, int] = {}
+        self._drawn: dict[str, int] = {}  # tokens of each life of a request, by its name
+        self._readers: dict[str, str] = {}  # whose life it is
         self._frozen: dict[str, list[tuple[float, float]]] = {}
         self._generations: dict[tuple[str, str, int], int] = {}
         self._addressed: dict[int, int] = {}  # to which life of its instance an event goes, by its number
@@ -254,6 +258,8 @@ class VirtualCluster(EventLoop):
 
     def send(self, name: str, command: Send) -> None:
         target = command.to
+        if name == FRONTEND and isinstance(command.message, Submit):
+            self._begin_life(command.message)
         if target == FRONTEND and not self.lives.linked(name, target):
             self._unheard.setdefault(name, []).append(command.message)
         elif self.lives.carries(name, target, self.now):
@@ -261,6 +267,11 @@ class VirtualCluster(EventLoop):
             arrival = max(arrival, self._arrival.get((name, target), 0.0))
             self._arrival[name, target] = arrival
             self.post(arrival, target, command.message)
+
+    def _begin_life(self, sent: Submit) -> None:
+        """Have it sample behind the tokens that it has already."""
+        name = sent.work.request
+        self._readers[name], self._drawn[name] = self.frontend.reader_of(name), len(sent.tokens)
 
     def start(self, name: str, step: Step) -> None:
         flight = self._flights.setdefault((name, step.lane), deque())
@@ -321,9 +332,9 @@ class VirtualCluster(EventLoop):
         return Stepped(step.id, step.lane, sampled, failed, seconds)
 
     def _sample_token(self, request: str) -> Sampled:
-        index = self._drawn.get(request, 0)
+        index = self._drawn[request]
         self._drawn[request] = index + 1
-        return Sampled(self.sample(self.outcomes[request].work, index))
+        return Sampled(self.sample(self.outcomes[self._readers[request]].work, index))
 
     def pull(self, name: str, pull: Pull) -> None:
         seconds = self.durations.pull(self.draw, pull)

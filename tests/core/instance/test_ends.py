@@ -14,6 +14,7 @@ from trinity.core.instance.rates import StepRates
 from trinity.core.instance.request_state import Tombstone
 from trinity.core.messages import (
     IMAGE,
+    NOWHERE,
     Commit,
     Failure,
     Fetch,
@@ -125,7 +126,9 @@ def test_without_a_prefill_instance_the_source_says_who_it_is() -> None:
     core.handle(Submit(work("r", 1, "cat*4")), 0.0)
     core.handle(PeerDown("P0"), 0.5)
     why = only(core.handle(done(1), 1.0)).failure
-    assert why == Failure("MigrationError", "no instance with stage P is up just now", {"source": "E0"})
+    assert why == Failure(
+        "MigrationError", "no instance with stage P is up just now", {"source": "E0", "cause": NOWHERE}
+    )
 
 
 def test_a_lease_begins_with_its_offer() -> None:
@@ -195,7 +198,9 @@ def test_a_request_without_its_features_goes_to_an_encoder() -> None:
 def test_where_no_encoder_is_up_it_ends_with_a_typed_error() -> None:
     core = make_core("P0", peers="D0")
     finished = only(core.handle(Submit(work("r", 1, "cat*4")), 0.0))
-    assert finished.failure == Failure("MigrationError", "no instance with stage E is up just now", {"source": "P0"})
+    assert finished.failure == Failure(
+        "MigrationError", "no instance with stage E is up just now", {"source": "P0", "cause": NOWHERE}
+    )
     assert finished.reason == "error"
     core.handle(Forget("r"), 1.0)
     emptied(core)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from trinity.core.instance.lifecycle import end, queue_prefill
 from trinity.core.instance.phases import Phase
 from trinity.core.instance.request_state import RequestState
-from trinity.core.instance.state import State, failure
+from trinity.core.instance.state import State, failure, nowhere
 from trinity.core.messages import IMAGE, Failure, Submit, Work
 from trinity.core.migration.remote_features import skip_cached_remotely
 from trinity.core.migration.source import offer_media
@@ -80,14 +80,14 @@ def _at_home(name: str) -> dict[str, object]:
 
 def pass_to_encode(s: State, state: RequestState, now: float) -> None:
     """Pass it on to an encode instance: the features it came for were evicted. It holds nothing here."""
-    work, name = state.work, s.settings.name
+    work = state.work
     try:
         target = s.router.choose("E", work)
     except BadChoice as problem:
         end(s, state, now, "error", failure("StageError", str(problem), stage="E"))
         return
     if target is None:
-        end(s, state, now, "error", failure("MigrationError", "no instance with stage E is up just now", source=name))
+        end(s, state, now, "error", nowhere(s, "E"))
         return
     s.send(target, Submit(work, state.inputs, state.route, tuple(state.tokens)))
     s.leave_tombstone(state, target)

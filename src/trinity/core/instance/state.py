@@ -28,6 +28,7 @@ from trinity.core.messages import (
     FRONTEND,
     IMAGE,
     KV,
+    NOWHERE,
     Close,
     Failure,
     Finished,
@@ -387,3 +388,9 @@ class State:
 
 def failure(error: str, message: str, **fields: str) -> Failure:
     return Failure(error, message, fields)
+
+
+def nowhere(s: State, letter: str) -> Failure:
+    """Failure of a request whose next stage no instance has just now."""
+    text = f"no instance with stage {letter} is up just now"
+    return failure("MigrationError", text, source=s.settings.name, cause=NOWHERE)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from trinity.core.instance.lifecycle import end, hand_on, send_commit
 from trinity.core.instance.request_state import Lease, MediaSlot, RequestState
-from trinity.core.instance.state import State, failure
-from trinity.core.messages import IMAGE, KV, Failure, Offer, Part, Ready
+from trinity.core.instance.state import State, failure, nowhere
+from trinity.core.messages import IMAGE, KV, Failure, Offer, Part, Ready, Work
 from trinity.core.migration.remote_features import remember_skipped
 from trinity.core.routing import BadChoice
 
@@ -72,7 +72,7 @@ def open_offer(s: State, state: RequestState, now: float, letter: str, kind: str
         end(s, state, now, "error", failure("StageError", str(problem), stage=letter))
         return False
     if target is None:
-        end(s, state, now, "error", _nowhere(s, letter))
+        end(s, state, now, "error", _nowhere(s, letter, state.work))
         return False
     s.offers += 1
     life = f".{s.settings.epoch}" if s.settings.epoch else ""
@@ -94,9 +94,9 @@ def open_offer(s: State, state: RequestState, now: float, letter: str, kind: str
     return True
 
 
-def _nowhere(s: State, letter: str) -> Failure:
-    if not s.router.has(letter):  # gone, or not known yet to one that has just come back
-        return failure("MigrationError", f"no instance with stage {letter} is up just now", source=s.settings.name)
+def _nowhere(s: State, letter: str, work: Work) -> Failure:
+    if not s.router.has(letter) or s.router.awaits(letter, work):  # gone, or not known yet to one that is just back
+        return nowhere(s, letter)
     return failure(
         "RequestTooLarge", f"no instance with stage {letter} has the blocks for this request; enlarge its pools"
     )

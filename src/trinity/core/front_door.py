@@ -1,0 +1,77 @@
+"""What the front end refuses: requests that cannot be served, or not just now, with what to do in the error."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from trinity.core.messages import Failure, Work
+from trinity.core.routing import Router, needs
+
+
+def path_of(work: Work) -> str:
+    """Letters of the stages that a request needs, or still needs."""
+    if work.encode_only:
+        return "E"
+    return ("E" if work.media else "") + ("PD" if work.max_tokens - work.outputs > 1 else "P")
+
+
+def find_malformed(work: Work, router: Router, known: bool) -> Failure | None:
+    """What of a request no instance could work on; ``known``: its id is in use."""
+    if known:  # its reader may be gone, but steps in flight still end
+        text = f"a request {work.request!r} is still being served or ended; wait, or use another request_id"
+        return Failure("RequestError", text)
+    if work.encode_only and not (work.media and router.known("E")):
+        return Failure(
+            "RequestError", "the features of a request need at least one image, and an instance with stage E"
+        )
+    if not work.encode_only and (not work.prompt or work.max_tokens < 1):
+        text = f"a prompt of {len(work.prompt)} tokens and an output of {work.max_tokens}; both need at least one"
+        return Failure("RequestError", text)
+    return None
+
+
+def find_overload(waiting: int, most: int, waiting_bytes: int, input_bytes: int, most_bytes: int) -> Failure | None:
+    """What speaks against one more request: too many wait already, or too many bytes of their media and its own."""
+    if waiting >= most:
+        return Failure("Overloaded", f"{waiting} requests wait already; try later or raise max_waiting")
+    if input_bytes > most_bytes:
+        text = f"its media make {input_bytes} bytes, above max_waiting_bytes ({most_bytes})"
+        return Failure("RequestTooLarge", f"{text}; send fewer or smaller images")
+    if waiting_bytes + input_bytes > most_bytes:
+        text = f"the media of requests that wait have {waiting_bytes} bytes already"
+        return Failure("Overloaded", f"{text}; try later or raise max_waiting_bytes")
+    return None
+
+
+def find_misfit(router: Router, work: Work, losses: Mapping[str, str]) -> Failure | None:
+    """Why no instance can serve this request: ``Overloaded`` with the ``stage`` that one could, but is away.
+
+    losses: why each instance was lost last, by name.
+    """
+    for letter in path_of(work):
+        if next(router.fitting(letter, work), None) is None:
+            if router.awaits(letter, work):
+                return Failure("Overloaded", _away(router, letter, losses), {"stage": letter})
+            return _too_large(router, work, letter)
+    return None
+
+
+def _away(router: Router, letter: str, losses: Mapping[str, str]) -> str:
+    """Name the instances of a stage that are away, and why."""
+    gone = [peer.name for peer in router.lost.values() if letter in peer.roles]
+    why = "; ".join(f"{name} is started again: {losses.get(name) or 'it was lost'}" for name in gone)
+    return f"no instance is up at stage {letter} just now ({why}); try again in a while"
+
+
+def _too_large(router: Router, work: Work, letter: str) -> Failure:
+    """Failure that lists the blocks needed and the pool size of every instance with this stage."""
+    found = []
+    for peer in (*router.peers.values(), *router.lost.values()):
+        if letter in peer.roles:
+            need = needs(letter, work, peer.roles, peer.image_block_size, peer.kv_block_size)
+            found += [f"{count} {kind} of {peer.pools.get(kind, 0)} in {peer.name}" for kind, count in need.items()]
+    advice = "shorten the prompt or max_tokens, or enlarge the pools"
+    if work.outputs:
+        advice = f"it was preempted or lost, and its {work.outputs} outputs count as prompt; enlarge the pools"
+    text = f"no instance can hold this request at stage {letter}; blocks that it needs of the pools: {', '.join(found)}"
+    return Failure("RequestTooLarge", f"{text}; {advice}")

@@ -1,0 +1,68 @@
+"""What passes between the front end's core and its shell: what readers do and get, and inputs to be made again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from trinity.core.messages import Failure, Finished, Sampled, Value
+
+
+class Abort(Value, frozen=True):
+    """User to front end: end this request. ``reason``: cancelled (the reader left) or stop (a stop string matched)."""
+
+    request: str
+    reason: str
+
+
+class Prepared(Value, frozen=True):
+    """Shell to front end: the inputs of a request were made once more, or could not be; ``contents``: of its media."""
+
+    request: str
+    inputs: tuple[Any, ...] = ()
+    contents: tuple[str, ...] = ()
+    failure: Failure | None = None
+
+
+class Deliver(Value, frozen=True):
+    """Front end to reader: the next token of a request, in order, once."""
+
+    request: str
+    index: int
+    sampled: Sampled
+
+
+class Prepare(Value, frozen=True):
+    """Front end to shell: make the inputs of this request's media once more; answered by one Prepared."""
+
+    request: str
+
+
+class FormerLife(Value, frozen=True):
+    """A life of a request that a loss ended.
+
+    ``tokens``: those that its reader had by then, of all lives. ``seconds``: from its start to its end.
+    """
+
+    why: str
+    tokens: int
+    seconds: float
+    route: tuple[str, ...] = ()
+    spans: dict[str, float] = msgspec.field(default_factory=dict)
+
+
+class End(Value, frozen=True):
+    """Front end to reader: the end of a request. ``reason``: stop, length, cancelled, deadline or error.
+
+    ``attempts``: how often it was sent to its first stage. ``former``: its lives that ended early. ``recomputed``:
+    positions that were prefilled because of that.
+    """
+
+    request: str
+    reason: str
+    failure: Failure | None = None
+    finished: Finished | None = None
+    attempts: int = 1
+    former: tuple[FormerLife, ...] = ()
+    recomputed: int = 0

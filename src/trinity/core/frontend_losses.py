@@ -1,0 +1,50 @@
+"""What the loss of an instance means to a request, as the front end knows the lives of both."""
+
+from __future__ import annotations
+
+from trinity.core.frontend_request import FrontendRequest, Life
+from trinity.core.messages import Failure, Finished
+from trinity.core.routing import Router
+
+
+def is_up(router: Router, life: Life) -> bool:
+    """True while this life of an instance lasts, as far as is known."""
+    peer = router.peers.get(life.name)
+    return peer is not None and peer.epoch == life.epoch
+
+
+def find_loss(entry: FrontendRequest, router: Router) -> Life | None:
+    """The lost instance that a request is at, or that alone has its first token; None where it is not lost.
+
+    An instance's words come in order, and those that were cut off were its last ones: after its end all is heard of it
+    that ever will be. What it gave to others is heard from them (``Moved``, ``Gone``).
+    """
+    if entry.waits:
+        return None
+    place, first = entry.hops[max(entry.hops)], entry.prefilled_at
+    if entry.finished is None and not is_up(router, place):
+        return place
+    nothing_yet = entry.delivered == entry.base and not entry.aborted
+    return first if first is not None and nothing_yet and not is_up(router, first) else None
+
+
+def end_of_loss(entry: FrontendRequest, lost: Life, router: Router) -> Finished:
+    """The end that a loss leaves a request with, where it does not go on."""
+    peer = router.lost.get(lost.name) or router.peers.get(lost.name)
+    text = f"instance {lost.name} was lost while the request was there; send it again"
+    return Finished(
+        request=entry.work.request,
+        attempt=entry.work.attempt,
+        reason="error",
+        failure=Failure("StageError", text, {"stage": peer.roles if peer is not None else ""}),
+        count=entry.delivered,
+        route=entry.route,
+    )
+
+
+def whom_to_cancel(entry: FrontendRequest, router: Router) -> list[str]:
+    """The first instance of a request, from which a Cancel follows it; past a lost one, all of them that are up."""
+    up = [life.name for life in entry.hops.values() if is_up(router, life)]
+    if len(up) == len(entry.hops):
+        return [entry.first]
+    return sorted(set(up), key=entry.route.index)
