@@ -31,6 +31,7 @@ from typing import Any, NamedTuple
 
 from support.local_states import Events, FrontEnd, Instance, LocalStates
 from trinity.core import InstanceCore
+from trinity.core.failure_policy import NO_RECOVERY, FailurePolicy
 from trinity.core.instance.settings import Settings
 from trinity.core.messages import FRONTEND, PeerDown, Value
 
@@ -52,10 +53,18 @@ class Whole(NamedTuple):
 
 
 class Search:
-    """All states of ``settings`` serving ``asked``, with the death of ``victim`` ("" for none) and its return."""
+    """All states of ``settings`` serving ``asked``, with the death of ``victim`` ("" for none) and its return.
+
+    ``failures``: of the front end. There is no clock, so that nothing may wait for a time in it (``wait_s=0``).
+    """
 
     def __init__(
-        self, settings: Sequence[Settings], asked: Sequence[Value], victim: str = "", back: bool = False
+        self,
+        settings: Sequence[Settings],
+        asked: Sequence[Value],
+        victim: str = "",
+        back: bool = False,
+        failures: FailurePolicy = NO_RECOVERY,
     ) -> None:
         self.names = (FRONTEND, *(each.name for each in settings))
         self.asked, self.back = asked, back
@@ -63,7 +72,7 @@ class Search:
         self.count = len(self.names)
         self.events = Events()
         self._announcements = [self._number(InstanceCore(each).announcement()) for each in (settings[0], *settings)]
-        self.lives = {(0, 0): self._states(lambda: FrontEnd(settings))}
+        self.lives = {(0, 0): self._states(lambda: FrontEnd(settings, failures))}
         for place, own in enumerate(settings, start=1):
             peers = [each for each in settings if each is not own]
             self.lives[place, 0] = self._states(partial(Instance, own, peers))

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from trinity.core import InstanceCore
+from trinity.core.failure_policy import NO_RECOVERY, FailurePolicy
 from trinity.core.frontend import Abort, Deliver, End, FrontendCore
 from trinity.core.instance.settings import Settings
 from trinity.core.messages import (
@@ -119,8 +120,8 @@ def _stepped(step: Step) -> Stepped:
 class FrontEnd:
     """The front end, and what each reader has got of it."""
 
-    def __init__(self, peers: Sequence[Settings]) -> None:
-        self.core = FrontendCore(RoundRobin())
+    def __init__(self, peers: Sequence[Settings], failures: FailurePolicy = NO_RECOVERY) -> None:
+        self.core = FrontendCore(RoundRobin(), failures=failures)
         self.delivered: Counter[str] = Counter()
         self.ends: dict[str, str] = {}
         self.given_up: set[str] = set()
