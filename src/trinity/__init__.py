@@ -13,6 +13,7 @@ from trinity import errors as errors
 
 if TYPE_CHECKING:
     from trinity.connector import Connector as Connector
+    from trinity.core.failure_policy import FailurePolicy as FailurePolicy
     from trinity.core.logits_processors import register_logits_processor as register_logits_processor
     from trinity.core.routing import RoutingPolicy as RoutingPolicy
     from trinity.core.scheduler import BatchRules as BatchRules
@@ -73,6 +74,7 @@ _HOMES = {
     "memory.cache_config": ["CacheConfig"],
     "metrics": ["Metrics"],
     "core.transfers": ["TransferPolicy"],
+    "core.failure_policy": ["FailurePolicy"],
     "pipeline": ["Pipeline"],
     "pipeline.features": ["Features"],
     "pipeline.sync_pipeline": ["SyncPipeline"],

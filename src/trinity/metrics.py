@@ -92,7 +92,7 @@ class Metrics:
         self._refused: Counter[str] = Counter()
         self._met: Counter[str] = Counter()
         self._tokens = Counter(dict.fromkeys(("prompt", "media", "cached", "output"), 0))
-        self._prefix_hits = self._emulated = self._preemptions = self._encode_only = 0
+        self._prefix_hits = self._emulated = self._preemptions = self._encode_only = self._recoveries = 0
         self._moved: dict[str, Counter[str]] = {}
         self.histograms = {name: Histogram(bounds) for name, bounds in HISTOGRAM_BOUNDS.items()}
         self.transfers: dict[tuple[str, ...], list[float]] = {}
@@ -113,6 +113,7 @@ class Metrics:
         """Count a request that has ended; ``encode_only``: it was to have no token, so no latency of one and no SLO."""
         self._finished[output.finish_reason or "error"] += 1
         self._emulated += output.emulated
+        self._recoveries += output.lives - 1
         if encode_only:
             self._encode_only += 1
             self._tokens["media"] += output.media_tokens
@@ -206,7 +207,7 @@ class Metrics:
         - ``emulated``: requests served by emulated stages.
         - ``tokens``: prompt, media, cached and output tokens.
         - ``prefix_hits``: requests whose prompt was partly in the prefix cache.
-        - ``preemptions``: over all requests.
+        - ``preemptions``: over all requests; ``recoveries``: losses after which they went on.
         - ``ttft_s``, ``itl_s``, ``tpot_s``: mean, percentiles and maximum.
         - ``slo``, ``attainment``: bounds, and share of the requests for tokens that met them, by rule (``SLO.is_met``).
         - ``spans_s``: means over requests served to their end.
@@ -221,6 +222,7 @@ class Metrics:
             "tokens": dict(self._tokens),
             "prefix_hits": self._prefix_hits,
             "preemptions": self._preemptions,
+            "recoveries": self._recoveries,
             **{name: distribution(values) for name, values in self._values.items()},
             "slo": None if self.slo is None else {"ttft": self.slo.ttft, "tbt": self.slo.tbt},
             "attainment": self._attainment(),
@@ -245,7 +247,7 @@ def _tables(summary: dict[str, Any]) -> list[Table]:
     """Turn a summary into tables, without empty ones: counts, latencies, attainment, spans, migrations."""
     emulated = {"of them emulated": summary["emulated"]} if summary["emulated"] else {}
     counts = {"requests": summary["requests"], **emulated, **summary["finished"], "prefix hits": summary["prefix_hits"]}
-    counts |= {"preemptions": summary["preemptions"]} if summary["preemptions"] else {}
+    counts |= {name: summary[name] for name in ("preemptions", "recoveries") if summary[name]}
     counts.update({f"{name} tokens": number for name, number in summary["tokens"].items()})
     tables = [Table(("count", ""), [(name, f"{number:,}") for name, number in counts.items()])]
     measured = {title: summary[name] for name, title in _LATENCIES.items() if summary[name]}

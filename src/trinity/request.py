@@ -219,7 +219,10 @@ class Output(msgspec.Struct, kw_only=True):
     - ``spans`` (seconds): the eight spans of TriInfer's figure 11, by name (``trinity.metrics.SPANS``).
     - ``transfers``: records of its block transfers: kind, source, target, bytes, ...
     - ``route``: names of the instances that served it, in order.
-    - ``attempts``: how often it was started.
+    - ``attempts``: how often it was sent to its first stage: once, and again after each loss or preemption elsewhere.
+    - ``lives``: how often it was begun: 1, and 1 more for each loss that it survived. ``former_lives``: how those
+      ended, each with ``why``, ``tokens`` that were out, ``seconds``, ``route`` and ``spans``.
+    - ``recomputed_tokens`` (tokens): positions of prompt and output that were prefilled because of these losses.
     - ``logprobs``, ``top_logprobs``: of each token, and (id, log-probability) of the most likely ones in its place, if
       ``Sampling.logprobs`` is set. It is -inf for tokens that could not be taken.
     - ``emulated``: stages waited in place of computing, so that tokens mean nothing and times are a cost model's.
@@ -247,6 +250,9 @@ class Output(msgspec.Struct, kw_only=True):
     top_logprobs: list[tuple[tuple[int, float], ...] | None] = msgspec.field(default_factory=list)
     emulated: bool = False
     preemptions: int = 0
+    lives: int = 1
+    former_lives: list[dict[str, Any]] = msgspec.field(default_factory=list)
+    recomputed_tokens: int = 0
 
     def __repr__(self) -> str:
         text = self.text if len(self.text) <= _MOST_SHOWN else f"{self.text[:_MOST_SHOWN]}…"

@@ -10,9 +10,11 @@ from typing import Literal
 
 from trinity.connector import Connector
 from trinity.core.frontend import Abort, Deliver, End, FrontendCore
+from trinity.core.frontend_events import Prepare
 from trinity.core.messages import PeerDown, Send, Submit, Tick, Value
 from trinity.errors import ClosedError, ConfigError, Overloaded, RequestError
 from trinity.metrics import Metrics
+from trinity.pipeline.inputs_again import prepare_again
 from trinity.pipeline.request_map import ServeOne
 from trinity.pipeline.stream import Stream, make_late_failure, record_end, record_refused, reduce_deadline
 from trinity.pipeline.transfer_ways import TransferWays
@@ -50,6 +52,7 @@ class FrontendHost:
         self.processor: RequestProcessor | None = None
         self.opened: PipelineState = "new"
         self.preparing = self.departures = 0
+        self._preparing_again: set[asyncio.Task[None] | None] = set()
         self._broken: BaseException | None = None
         self._ways = TransferWays()
         self._timer: asyncio.TimerHandle | None = None
@@ -139,6 +142,12 @@ class FrontendHost:
         record_end(stream, self._metrics, self._trace)
         self._ways.note(stream.output.transfers, self.core.router.peers)
 
+    def watch_logits(self, observe: Callable[..., None] | None) -> Callable[..., None] | None:
+        """Call ``observe`` with the id of each request in place of its life's name."""
+        if observe is None:
+            return None
+        return lambda name, *seen: observe(self.core.reader_of(name), *seen)
+
     def find_place(self, request_id: str) -> str:
         """Name the instance that has a request, as far as the front end knows; "" where none has."""
         entry = self.core.entries.get(request_id)
@@ -157,8 +166,20 @@ class FrontendHost:
                 self.streams[command.request].end(command)
             elif isinstance(command, Send):
                 self.send_to_peer(command.to, command.message)
+            elif isinstance(command, Prepare):
+                self._preparing_again.add(asyncio.ensure_future(self._prepare_again(command.request)))
         self._arm()
         if len(self.core.entries) < before:
+            self._note_departure()
+
+    async def _prepare_again(self, request_id: str) -> None:
+        """Make the inputs of a request once more, of which none are left, and send it on with them."""
+        stream, processor = self.streams.get(request_id), self.processor
+        try:
+            if stream is not None and processor is not None:
+                self.post(await prepare_again(stream.request, processor))
+        finally:
+            self._preparing_again.discard(asyncio.current_task())
             self._note_departure()
 
     def _note_departure(self) -> None:
@@ -219,7 +240,7 @@ class FrontendHost:
 
     async def wait_idle(self) -> None:
         """Wait until no instance has a request."""
-        await self.until(lambda: not self.core.entries)
+        await self.until(lambda: not self.core.entries and not self._preparing_again)
 
     async def wait_room(self) -> None:
         """Wait until a request would not be refused for the number of those that wait."""

@@ -10,6 +10,7 @@ from typing import Any, Literal, Unpack, overload
 
 from trinity.adapt.auto import resolve_auto_placement
 from trinity.connector import Medium, make_connector
+from trinity.core.failure_policy import FailurePolicy
 from trinity.core.frontend import MAX_WAITING_BYTES, FrontendCore
 from trinity.core.messages import PeerLoad
 from trinity.core.routing import RoutingPolicy, routing_policy
@@ -75,6 +76,7 @@ class Pipeline:
     - ``limits`` (None): ``MediaLimits``, the largest images, prompts and counts that a request may have.
     - ``ignore_generation_config`` (none): fields of the checkpoint's generation config not to follow; True for all.
     - ``max_waiting`` (requests, 1024), ``max_waiting_bytes`` (4 GiB, of pixels): more waiting is ``Overloaded``.
+    - ``failures`` (None): ``FailurePolicy``, what becomes of requests whose instance is lost: two recoveries each.
     - ``observe`` (None): called as ``observe(request_id, index, logits)`` with all logits before sampling.
     - ``lanes``, ``threads``, ``prefix_cache``, ``image_cache``, ``reservation``, ``attention``, ``depth``, ``pack``,
       ``token_budget`` and ``image_budget``: as ``Instance`` has them, for every instance that a placement or a plan
@@ -111,6 +113,7 @@ class Pipeline:
         ignore_generation_config: Sequence[str] | bool = (),
         max_waiting: Whole = 1024,
         max_waiting_bytes: Whole = MAX_WAITING_BYTES,
+        failures: FailurePolicy | None = None,
         observe: Callable[..., None] | None = None,
         transfers: TransferPolicy | None = None,
         processes: supervisor.ProcessConfig | None = None,
@@ -130,12 +133,12 @@ class Pipeline:
         self.connector = make_connector(connector, verify, hosting)
         self._process_config, self._secret = processes, supervisor.resolve_secret(self.instances, processes.secret)
         self.trace, self.metrics, self.timeline = Trace(limit_bytes=TRACE_BYTES), Metrics(slo), Timeline()
-        rest = (cache, observe, transfers or TransferPolicy(), self.connector.shared)
+        core = FrontendCore(routing_policy(routing), max_waiting, max_waiting_bytes, failures or FailurePolicy())
+        self._frontend = FrontendHost(core, self.connector, self.metrics, self.trace)
+        rest = (cache, self._frontend.watch_logits(observe), transfers or TransferPolicy(), self.connector.shared)
         self._serving_config = loader.ServingConfig(source, dtype, device, slo, budgets, rules, *rest)
         self.cost: CostModel | None = model.cost if isinstance(model, EmulatedModel) else None  # or profile()'s last
         self.hosts: dict[str, InstanceHost] = {}  # instances of this process
-        core = FrontendCore(routing_policy(routing), max_waiting, max_waiting_bytes)
-        self._frontend = FrontendHost(core, self.connector, self.metrics, self.trace)
 
     async def __aenter__(self) -> Pipeline:
         await self.start()
@@ -176,8 +179,7 @@ class Pipeline:
     async def start(self) -> None:
         """Load the weights, profile budgets for the SLO, if there is one, and start the instances.
 
-        Raises ``ClosedError`` if the pipeline is closed meanwhile. A start that fails or is cancelled leaves nothing
-        behind: it returns only once what a thread of it loads is there, and closed.
+        Raises ``ClosedError`` if it is closed meanwhile. A start that fails or is cancelled leaves nothing behind.
         """
         if self.state != "new":
             raise ClosedError("a pipeline starts once; make a new Pipeline")
@@ -340,18 +342,16 @@ class Pipeline:
         - ``progress`` (None): True shows a bar, None does in a terminal or notebook; or called as ``progress(done,
           total)`` after each, the total None where nobody knows it.
         - ``resume`` (path, None): outputs are kept there as JSON lines, and requests that it has are not served again,
-          by ``request_id``, which a program must give itself. Failed requests are not kept. A file for each model and
-          dtype.
-        - ``on_error`` ("raise"): a request's error is raised, which ends the others; "return" gives it in place of its
-          output.
+          by ``request_id``, which a program must give itself. Failed ones are not. A file for each model and dtype.
+        - ``on_error`` ("raise"): a request's error is raised, which ends the others; "return" gives it as a result.
 
         ::
 
             async for output in pipe.map(requests, resume="outputs.jsonl"):
                 print(output.request_id, output.text)
 
-        Leaving the loop ends what is in flight (at once by ``contextlib.aclosing``). Iterating raises ``ConfigError``
-        for a file of other content, ``ClosedError`` if the pipeline closes.
+        Leaving the loop ends what is in flight (at once by ``contextlib.aclosing``). Raises ``ConfigError`` for a file
+        of other content, ``ClosedError`` if the pipeline closes.
         """
         concurrency = min(check_value("concurrency", concurrency, Whole), self._frontend.core.max_waiting)
         return map_requests(

@@ -241,7 +241,7 @@ class Stream:
         except RequestError as error:  # the tokens are there, the end of their text is not
             failure = event.failure or Failure("RequestError", str(error))
             event = msgspec.structs.replace(event, reason="error", failure=failure)
-        self._output = self._make_output(event.reason, event.finished)
+        self._output = self._make_output(event)
         if event.failure is not None:
             self.fail(make_error(event.failure, self.request.request_id))
         self._wake.set()
@@ -269,14 +269,15 @@ class Stream:
             rest = self._held.text
         self._release(rest)
 
-    def _make_output(self, reason: str, finished: Finished | None) -> Output:
+    def _make_output(self, event: End) -> Output:
+        finished = event.finished
         work = self.processed.work if self.processed is not None else None
         times, asked = self.token_times, self.request.sampling.logprobs is not None
         return Output(
             request_id=self.request.request_id,
             text="".join(self._pieces),
             token_ids=self._ids,
-            finish_reason=reason,
+            finish_reason=event.reason,
             prompt_tokens=len(work.prompt) if work else 0,
             media_tokens=sum(span.tokens for span in work.media) if work else 0,
             cached_tokens=finished.cached_tokens if finished else 0,
@@ -289,6 +290,10 @@ class Stream:
             transfers=list(finished.transfers) if finished else [],
             preemptions=finished.preemptions if finished else 0,
             route=list(finished.route) if finished else [],
+            attempts=event.attempts,
+            lives=1 + len(event.former),
+            former_lives=[msgspec.structs.asdict(each) for each in event.former],
+            recomputed_tokens=event.recomputed,
             logprobs=self._logprobs if asked else [],
             top_logprobs=self._top_logprobs if asked else [],
             emulated=self.processed.emulated if self.processed else False,
