@@ -115,6 +115,6 @@ def test_a_first_token_that_nobody_has_is_missed(monkeypatch: pytest.MonkeyPatch
 
 def test_a_former_life_that_counts_as_up_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its words are the same, but what it was given is gone: no channel leads there any more."""
-    monkeypatch.setattr(frontend_losses, "is_up", lambda router, life: True)
+    monkeypatch.setattr(frontend_losses, "lives_on", lambda router, life: True)
     with pytest.raises(AssertionError, match="still waits"):
         search("EP+D", (IMAGE,), "D0", back=True).run()

@@ -1,4 +1,4 @@
-"""FailurePolicy: what becomes of a request whose instance is lost, or whose stage no instance has just now."""
+"""FailurePolicy: the user's choice of what becomes of a request whose instance is lost, or that finds none."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from trinity.errors.arguments import Count, Number, check_arguments
 @check_arguments
 @dataclass(frozen=True)
 class FailurePolicy:
-    """What becomes of a request that loses its instance or its blocks by no fault of its own.
+    """Fate of requests that lose their instance or their blocks by no fault of their own.
 
-    It goes on from its first stage, with the tokens that its reader has: none comes twice, none is missing.
+    Such a request goes on from its first stage, with the tokens that its reader has: none comes twice, none is missing.
 
     - ``recoveries`` (count, 2): times that a request goes on; 0: it ends with ``StageError`` or ``MigrationError``.
     - ``wait_s`` (seconds, None): time that a request waits for a stage that no instance has just now, before it is

@@ -1,4 +1,4 @@
-"""What the front end refuses: requests that cannot be served, or not just now, with what to do in the error."""
+"""Refusals of the front end: requests that cannot be served, or not just now, with what to do in the error."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def path_of(work: Work) -> str:
 
 
 def find_malformed(work: Work, router: Router, known: bool) -> Failure | None:
-    """What of a request no instance could work on; ``known``: its id is in use."""
+    """Find a flaw that no instance could work on; ``known``: the request's id is in use."""
     if known:  # its reader may be gone, but steps in flight still end
         text = f"a request {work.request!r} is still being served or ended; wait, or use another request_id"
         return Failure("RequestError", text)
@@ -31,7 +31,7 @@ def find_malformed(work: Work, router: Router, known: bool) -> Failure | None:
 
 
 def find_overload(waiting: int, most: int, waiting_bytes: int, input_bytes: int, most_bytes: int) -> Failure | None:
-    """What speaks against one more request: too many wait already, or too many bytes of their media and its own."""
+    """Refuse one more request where too many wait already, or too many bytes of their media and its own."""
     if waiting >= most:
         return Failure("Overloaded", f"{waiting} requests wait already; try later or raise max_waiting")
     if input_bytes > most_bytes:
@@ -44,7 +44,7 @@ def find_overload(waiting: int, most: int, waiting_bytes: int, input_bytes: int,
 
 
 def find_misfit(router: Router, work: Work, losses: Mapping[str, str]) -> Failure | None:
-    """Why no instance can serve this request: ``Overloaded`` with the ``stage`` that one could, but is away.
+    """Find a stage at which no instance can serve this request. ``Overloaded``: one could, but is away just now.
 
     losses: why each instance was lost last, by name.
     """

@@ -1,4 +1,4 @@
-"""What passes between the front end's core and its shell: what readers do and get, and inputs to be made again."""
+"""Values between the front end's core and its shell: what readers do and get, and inputs to be made again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the loss of an instance means to a request, as the front end knows the lives of both."""
+"""Losses of instances as they concern a request: which life of one it was at, and who else has something of it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from trinity.core.messages import Failure, Finished
 from trinity.core.routing import Router
 
 
-def is_up(router: Router, life: Life) -> bool:
+def lives_on(router: Router, life: Life) -> bool:
     """True while this life of an instance lasts, as far as is known."""
     peer = router.peers.get(life.name)
     return peer is not None and peer.epoch == life.epoch
@@ -22,10 +22,10 @@ def find_loss(entry: FrontendRequest, router: Router) -> Life | None:
     if entry.waits:
         return None
     place, first = entry.hops[max(entry.hops)], entry.prefilled_at
-    if entry.finished is None and not is_up(router, place):
+    if entry.finished is None and not lives_on(router, place):
         return place
     nothing_yet = entry.delivered == entry.base and not entry.aborted
-    return first if first is not None and nothing_yet and not is_up(router, first) else None
+    return first if first is not None and nothing_yet and not lives_on(router, first) else None
 
 
 def end_of_loss(entry: FrontendRequest, lost: Life, router: Router) -> Finished:
@@ -44,7 +44,7 @@ def end_of_loss(entry: FrontendRequest, lost: Life, router: Router) -> Finished:
 
 def whom_to_cancel(entry: FrontendRequest, router: Router) -> list[str]:
     """The first instance of a request, from which a Cancel follows it; past a lost one, all of them that are up."""
-    up = [life.name for life in entry.hops.values() if is_up(router, life)]
+    up = [life.name for life in entry.hops.values() if lives_on(router, life)]
     if len(up) == len(entry.hops):
         return [entry.first]
     return sorted(set(up), key=entry.route.index)

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from trinity.core.frontend_events import FormerLife
 from trinity.core.messages import NOWHERE, PREEMPTED, Failure, Finished, Sampled, Work
 
-PAUSE_S, LONGEST_PAUSE_S = 0.05, 1.0  # before a request goes back to one that has not heard yet who is up
+PAUSE_S, MOST_PAUSE_S = 0.05, 1.0  # before a request goes back to one that has not heard yet who is up
 
 
 class Life(NamedTuple):
@@ -98,7 +98,7 @@ class FrontendRequest:
         """
         if waits and finished.failure is not None and finished.failure.fields.get("cause") == NOWHERE:
             self.pauses += 1
-            return min(LONGEST_PAUSE_S, PAUSE_S * 2.0 ** min(self.pauses - 1, 10))
+            return min(MOST_PAUSE_S, PAUSE_S * 2.0 ** min(self.pauses - 1, 10))
         self.recoveries, self.pauses, self.gives_up_at = self.recoveries + 1, 0, inf
         return None
 
