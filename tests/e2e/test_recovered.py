@@ -60,7 +60,7 @@ def wanted() -> list[list[int]]:
 
 
 def sampled() -> list[Request]:
-    drawn = {"temperature": 0.9, "ignore_eos": True}
+    drawn: dict[str, Any] = {"temperature": 0.9, "ignore_eos": True}
     ways = [
         Sampling(seed=1, top_p=0.9, repetition_penalty=1.1, presence_penalty=0.5, **drawn),
         Sampling(seed=2, top_k=40, frequency_penalty=0.4, logprobs=2, **drawn),

@@ -20,6 +20,7 @@ from memory.test_weight_digests import flip
 from support.checkpoint_files import checkpoint
 from support.running_instances import LIVENESS_S, POOLS, SECRET, request
 from support.shared_launcher import sharing
+from trinity.core.failure_policy import NO_RECOVERY
 from trinity.core.messages import Value
 from trinity.errors import LayoutMismatch, TrinityError
 from trinity.instance import Instance
@@ -76,7 +77,8 @@ def launcher(torch_launcher: Launcher) -> Iterator[Launcher]:
 
 def serving(model: Path, *instances: Instance) -> Pipeline:
     terms = ProcessConfig(secret=SECRET)
-    return Pipeline(model, list(instances), hosting="process", processes=terms, dtype="float32")
+    given = list(instances)
+    return Pipeline(model, given, hosting="process", processes=terms, dtype="float32", failures=NO_RECOVERY)
 
 
 async def test_weights_of_another_seed_are_refused_at_start(

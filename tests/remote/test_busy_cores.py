@@ -11,6 +11,7 @@ import pytest
 from support.emulated_pipelines import MODEL, POOLS, right
 from support.pipeline_options import pipeline_options
 from support.running_instances import LIVENESS_S
+from trinity.core.failure_policy import NO_RECOVERY
 from trinity.emulation.model import EmulatedRequest
 from trinity.errors import RequestError
 from trinity.pipeline import Pipeline
@@ -50,7 +51,7 @@ async def digests_take(seconds: float) -> AsyncIterator[None]:
 
 def pipeline() -> Pipeline:
     options = pipeline_options({"pools": POOLS, "silence_s": SILENCE_S, "verify": "always"})
-    return Pipeline(MODEL, "EP+D", hosting="process", **options)
+    return Pipeline(MODEL, "EP+D", hosting="process", failures=NO_RECOVERY, **options)
 
 
 async def test_a_core_that_computes_digests_is_not_silent() -> None:

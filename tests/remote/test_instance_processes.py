@@ -18,6 +18,7 @@ from support.checkpoint_files import checkpoint
 from support.freezing import freeze
 from support.pipeline_options import pipeline_options
 from support.shared_launcher import sharing
+from trinity.core.failure_policy import NO_RECOVERY
 from trinity.core.transfers import TransferPolicy
 from trinity.errors import ConfigError, DeadlineExceeded, RequestError, StageError
 from trinity.memory.digests import Verify
@@ -120,7 +121,7 @@ async def recovered(pipe: Pipeline, request: Request) -> Output:
 @pytest.mark.parametrize("victim", ["E0", "P0", "D0"])
 async def test_a_killed_instance_fails_its_requests_and_is_started_again(victim: str) -> None:
     wanted = oracle().generate(requests()[1])
-    async with pipeline("E+P+D") as pipe:
+    async with pipeline("E+P+D", failures=NO_RECOVERY) as pipe:
         tasks = [asyncio.ensure_future(pipe.complete(long_request())) for _ in range(3)]
         async with pipe.stream(long_request()) as tokens:
             await anext(tokens)  # it decodes by now
@@ -161,7 +162,7 @@ async def test_a_frozen_instance_does_not_hold_a_deadline_up() -> None:
 
 async def test_a_lease_ends_a_request_whose_peer_says_nothing() -> None:
     """Long before supervision would kill the peer; it has no deadline of its own."""
-    async with pipeline("E+P+D", transfers=TransferPolicy(lease_s=1.0)) as pipe:
+    async with pipeline("E+P+D", transfers=TransferPolicy(lease_s=1.0), failures=NO_RECOVERY) as pipe:
         process = pipe.processes["D0"].process
         freeze(process)
         with pytest.raises(RequestError, match="D0"):

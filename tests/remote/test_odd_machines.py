@@ -17,6 +17,7 @@ import pytest
 from support.emulated_pipelines import LIVENESS_S, MODEL, POOLS, asked, check, serve
 from support.freezing import freeze
 from support.paths import ROOT
+from trinity.core.failure_policy import NO_RECOVERY
 from trinity.errors import RequestError, TrinityError
 from trinity.memory.cache_config import CacheConfig
 from trinity.pipeline import Pipeline
@@ -140,10 +141,9 @@ def limit(group: Path, size: int) -> None:
 
 async def test_an_instance_that_its_control_group_kills(memory_group: Path) -> None:
     """The kernel's own kill, in the middle of a copy or wherever it writes: typed, and started again outside of it."""
-    processes = ProcessConfig(silence_s=2.0)
-    async with Pipeline(
-        MODEL, "1E1P1D", hosting="process", connector="shm", cache=CacheConfig(pools=POOLS), processes=processes
-    ) as pipe:
+    cache, processes = CacheConfig(pools=POOLS), ProcessConfig(silence_s=2.0)
+    options = {"connector": "shm", "cache": cache, "processes": processes, "failures": NO_RECOVERY}
+    async with Pipeline(MODEL, "1E1P1D", hosting="process", **options) as pipe:  # type: ignore[arg-type]
         check(await serve(pipe, requests := asked()), requests)
         (memory_group / "cgroup.procs").write_text(str(pipe.processes["D0"].process))
         limit(memory_group, 1 << 16)

@@ -25,6 +25,7 @@ from support.freezing import freeze
 from support.pipeline_options import pipeline_options
 from support.running_instances import LIVENESS_S, by_hand, pipeline, recovered, request, tcp
 from support.shared_launcher import sharing
+from trinity.core.failure_policy import NO_RECOVERY
 from trinity.emulation.model import EmulatedRequest
 from trinity.errors import ConfigError, Overloaded, PeerLost, RequestError
 from trinity.instance import Instance
@@ -205,7 +206,13 @@ def test_too_short_a_silence() -> None:
 
 
 def emulated(**named: Any) -> Pipeline:
-    settings = {"placement": "1E1P1D", "pools": emulated_pipelines.POOLS, "silence_s": SILENCE_S, **named}
+    settings = {
+        "placement": "1E1P1D",
+        "pools": emulated_pipelines.POOLS,
+        "silence_s": SILENCE_S,
+        "failures": NO_RECOVERY,
+        **named,
+    }
     return Pipeline(emulated_pipelines.MODEL, hosting="process", **pipeline_options(settings))
 
 

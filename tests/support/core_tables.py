@@ -225,7 +225,7 @@ def holding(name: str, of: Work, *kinds: str) -> PeerLoad:
     return PeerLoad(name, cached=cached)
 
 
-def make_frontend(peers: str = "E0 P0 D0", **fields: int) -> FrontendCore:
+def make_frontend(peers: str = "E0 P0 D0", **fields: Any) -> FrontendCore:
     core = FrontendCore(RoundRobin(), **fields)
     for peer in peers.split():
         core.handle(peer_up(peer), 0.0)

@@ -17,6 +17,7 @@ from typing import Any
 from support import paths
 from support.checkpoint_files import checkpoint
 from support.pipeline_options import pipeline_options
+from trinity.core.failure_policy import NO_RECOVERY
 from trinity.errors import TransportError, TrinityError
 from trinity.instance import Instance
 from trinity.pipeline import Pipeline
@@ -119,7 +120,8 @@ async def started(
 
 @asynccontextmanager
 async def pipeline(*instances: Instance, **named: Any) -> AsyncIterator[Pipeline]:
-    settings: dict[str, Any] = {"dtype": "float32", "hosting": "process", "pools": POOLS, "secret": SECRET, **named}
+    settings: dict[str, Any] = {"dtype": "float32", "hosting": "process", "pools": POOLS, "secret": SECRET}
+    settings |= {"failures": NO_RECOVERY, **named}  # tests look at what a loss is; tests/e2e/ at what survives it
     async with Pipeline(checkpoint("llava"), list(instances), **pipeline_options(settings)) as pipe:
         yield pipe
 

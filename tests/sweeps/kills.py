@@ -24,6 +24,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from support.emulated_pipelines import MODEL, POOLS, right
+from trinity.core.failure_policy import FailurePolicy
 from trinity.emulation.model import EmulatedRequest
 from trinity.errors import ConfigError, RequestError, TransportUnavailable, TrinityError
 from trinity.memory.cache_config import CacheConfig
@@ -31,6 +32,7 @@ from trinity.pipeline import Pipeline
 from trinity.remote.fork_client import Launcher
 from trinity.remote.supervisor import ProcessConfig
 from trinity.remote.supervisor_messages import InstanceHealth
+from trinity.request import Output
 
 SCHEMES = ("shm", "nixl", "ucx", "auto")
 PLACEMENTS = ("1E1P1D", "1E2P1D", "2EP1D", "1EP2D", "E+P+D")
@@ -44,6 +46,7 @@ KINDS = (
     "launcher killed",
     "launcher frozen",
 )
+MANY = FailurePolicy(recoveries=9)  # a strike may be two, and each instance is struck again soon
 SILENCE_S, STUMBLE_S, END_S, RECOVERY_S = 2.0, 1.0, 90.0, 5.0
 AT_ONCE = 12
 PER_PIPELINE = 10
@@ -56,8 +59,16 @@ class Tally:
     recoveries: dict[str, list[float]] = field(default_factory=dict)
     slow: list[str] = field(default_factory=list)
     whole: int = 0
+    survived: int = 0
+    longest_gap_s: float = 0.0  # between two tokens of one that survived a loss
     failed: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
+
+    def note_whole(self, output: Output) -> None:
+        self.whole += 1
+        if output.lives > 1:
+            self.survived += 1
+            self.longest_gap_s = max(self.longest_gap_s, output.ttft_s or 0.0, *output.itl_s)
 
     @property
     def strikes(self) -> int:
@@ -67,7 +78,8 @@ class Tally:
         rows = [f"{'seconds without loading':30} {'times':>6} {'median':>9} {'longest':>10}"]
         for kind, found in sorted(self.recoveries.items()):
             rows.append(f"{kind:30} {len(found):6} {sorted(found)[len(found) // 2]:9.2f} {max(found):10.2f}")
-        rows.append(f"{self.strikes} strikes; {self.whole} requests whole, {dict(self.failed)}")
+        survived = f"{self.survived} of them after losses, with gaps of up to {self.longest_gap_s:.1f} s"
+        rows.append(f"{self.strikes} strikes; {self.whole} requests whole, {survived}; {dict(self.failed)}")
         return "\n".join([*rows, *(f"WRONG: {each}" for each in self.wrong)])
 
 
@@ -113,7 +125,7 @@ class Traffic:
                 async with asyncio.timeout(END_S):
                     async with stream as tokens:
                         output = await tokens.collect()
-                self.tally.whole += 1
+                self.tally.note_whole(output)
                 if output.token_ids != right(request):
                     self.tally.wrong.append(f"other tokens: {output}")
             except TimeoutError:
@@ -187,7 +199,7 @@ async def strike_one_pipeline(scheme: str, kinds: Sequence[str], draw: random.Ra
     placement = draw.choice(PLACEMENTS)
     loading = LoadingClock()
     terms = ProcessConfig(silence_s=SILENCE_S, on_change=loading.note)
-    options = {"connector": scheme, "cache": CacheConfig(pools=POOLS), "processes": terms}
+    options = {"connector": scheme, "cache": CacheConfig(pools=POOLS), "processes": terms, "failures": MANY}
     async with Pipeline(MODEL, placement, hosting="process", **options) as pipe:  # type: ignore[arg-type]
         traffic = Traffic(pipe, draw, tally)
         for kind in kinds:

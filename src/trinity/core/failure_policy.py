@@ -15,7 +15,7 @@ class FailurePolicy:
     Such a request goes on from its first stage, with the tokens that its reader has: none comes twice, none is missing.
 
     - ``recoveries`` (count, 2): times that a request goes on; 0: it ends with ``StageError`` or ``MigrationError``.
-    - ``wait_s`` (seconds, None): time that a request waits for a stage that no instance has just now, before it is
+    - ``wait_s`` (seconds, 600): time that a request waits for a stage that no instance has just now, before it is
       ``Overloaded``; None: until its deadline.
     - ``kept_bytes`` (bytes, 1 GiB): of pixels kept for recoveries, of all requests; beyond it they are prepared again.
 
@@ -23,7 +23,7 @@ class FailurePolicy:
     """
 
     recoveries: Count = 2
-    wait_s: Number | None = None
+    wait_s: Number | None = 600.0
     kept_bytes: Count = 1 << 30
 
 

@@ -131,7 +131,7 @@ def test_one_too_large_for_the_instance_is_refused() -> None:
 # ---------------------------------------------------------------- the front end
 
 
-def frontend(*names: str, policy: RoutingPolicy | None = None, **kept: int) -> FrontendCore:
+def frontend(*names: str, policy: RoutingPolicy | None = None, **kept: Any) -> FrontendCore:
     core = FrontendCore(policy or RoundRobin(), **kept)
     for name in names:
         core.handle(peer_up(name), 0.0)
