@@ -198,6 +198,7 @@ class Metrics:
             "met": {rule: self._met[rule] for rule in SLO_RULES} if self.slo is not None else None,
             "tokens": dict(self._tokens),
             "preemptions": self._preemptions,
+            "recoveries": self._recoveries,
         }
 
     def summary(self) -> dict[str, Any]:

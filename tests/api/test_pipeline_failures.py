@@ -25,6 +25,7 @@ from support.pipeline_driver import (
 )
 from trinity.connector import Connector
 from trinity.core import InstanceCore
+from trinity.core.failure_policy import NO_RECOVERY
 from trinity.core.messages import IMAGE, KV, Open, Sampled, Step
 from trinity.errors import (
     ClosedError,
@@ -215,7 +216,7 @@ async def test_a_read_that_fails(kind: str, source: str, target: str) -> None:
             return True
         return False
 
-    async with serving("E+P+D", connector=WrappedTransport(fail=fail)) as pipe:
+    async with serving("E+P+D", connector=WrappedTransport(fail=fail), failures=NO_RECOVERY) as pipe:
         with pytest.raises(MigrationError) as caught:
             await pipe.complete(TWO.request(request_id="unlucky"))
         error = caught.value

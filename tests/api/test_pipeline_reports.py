@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from support.pipeline_driver import GOOD, LONG, ONE, PLACES, TEXT, TWO, Case, all_tokens, good_ones, serving
+from trinity.core.failure_policy import NO_RECOVERY
 from trinity.core.messages import Submit
 from trinity.core.scheduler import BatchRules
 from trinity.errors import BadMedia, DeadlineExceeded, MigrationError
@@ -161,7 +162,7 @@ async def test_a_repeated_prompt_is_served_from_the_prefix_cache(placement: str)
 
 async def test_a_failed_transfer_is_recorded() -> None:
     transport = WrappedTransport(fail=lambda kind, count: kind == "kv" and count == 1)
-    async with serving("EP+D", connector=transport) as pipe:
+    async with serving("EP+D", connector=transport, failures=NO_RECOVERY) as pipe:
         with pytest.raises(MigrationError) as caught:
             await pipe.complete(TEXT.request())
         output = caught.value.output

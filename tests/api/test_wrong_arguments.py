@@ -49,6 +49,7 @@ SOUND: dict[Any, dict[str, Any]] = {  # arguments that each constructor takes
     trinity.Timeline: {},
     trinity.Trace: {},
     trinity.TransferPolicy: {},
+    trinity.FailurePolicy: {},
     Cluster: {"devices": (DEVICES["H100"],)},
     EmulatedModel: {"shape": LLAVA_15_7B, "cost": LinearCost()},
     Group: {"count": 1, "roles": "EPD"},

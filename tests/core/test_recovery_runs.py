@@ -90,6 +90,16 @@ def test_many_more_runs_with_recovery(part: int) -> None:
         run(seed)
 
 
+def test_requests_for_features_alone_survive_too() -> None:
+    survived = 0
+    for seed in range(300_000, 300_000 + AT_ALL // 3):
+        cluster = deadly_cluster(seed, encode_only=0.7, failures=POLICY)
+        cluster.run()
+        ends = [outcome.end for outcome in cluster.outcomes.values() if outcome.end]
+        survived += sum(end.reason == "encoded" and bool(end.former) for end in ends)
+    assert survived > 10
+
+
 def cluster_of(placement: str, failures: FailurePolicy = POLICY) -> VirtualCluster:
     settings = make_settings(placement, POOLS, image_block_size=4, kv_block_size=4)
     return VirtualCluster(settings, durations=STILL, failures=failures)

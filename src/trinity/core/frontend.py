@@ -24,7 +24,14 @@ from trinity.core.frontend_events import Deliver as Deliver
 from trinity.core.frontend_events import End as End
 from trinity.core.frontend_events import Prepare, Prepared
 from trinity.core.frontend_losses import end_of_loss, find_loss, whom_to_cancel
-from trinity.core.frontend_request import FrontendRequest, Life, join_attempts, may_go_on, reason_for_reader
+from trinity.core.frontend_request import (
+    FrontendRequest,
+    Life,
+    after_losses,
+    join_attempts,
+    may_go_on,
+    reason_for_reader,
+)
 from trinity.core.messages import (
     PREEMPTED,
     Cancel,
@@ -163,8 +170,6 @@ class FrontendCore:
         entry.inputs = () if entry.dropped else entry.inputs
         return None
 
-    # ---------------------------------------------------------------- a request waits for a stage
-
     def _wait(self, entry: FrontendRequest, now: float, pause_s: float = inf) -> None:
         """Let it wait until an instance comes up, or for so long."""
         entry.wait(now + pause_s)
@@ -176,8 +181,11 @@ class FrontendCore:
     def _try_again(self, entry: FrontendRequest, now: float) -> None:
         problem = self._start(entry, now)
         if problem is not None:
-            entry.finish("error", problem)
-            self._conclude(entry)
+            self._give_up(entry, problem)
+
+    def _give_up(self, entry: FrontendRequest, why: Failure) -> None:
+        entry.finish("error", why)
+        self._conclude(entry)
 
     def _prepared(self, event: Prepared, now: float) -> None:
         """Send a request whose inputs were made once more, unless its media are others by now."""
@@ -189,11 +197,8 @@ class FrontendCore:
             failure = Failure("BadMedia", "an instance was lost with the request, and its media are others by now")
         if failure is None:
             self._try_again(entry, now)
-            return
-        entry.finish("error", failure)
-        self._conclude(entry)
-
-    # ---------------------------------------------------------------- tokens come
+        else:
+            self._give_up(entry, failure)
 
     def _emit(self, event: Emit, now: float) -> None:
         lives, out, behind = self.lives, self._out, event.behind
@@ -340,7 +345,7 @@ class FrontendCore:
         else:
             pause_s = entry.count_loss(finished, waits=self.failures.wait_s != 0)
             if not self.failures.recoveries or entry.recoveries > self.failures.recoveries or now >= entry.gives_up_at:
-                return finished
+                return after_losses(finished, len(entry.former))
             self._leave(entry, finished, now)
         problem = None
         if pause_s is None:

@@ -163,6 +163,14 @@ def may_go_on(finished: Finished) -> bool:
     return finished.reason == PREEMPTED or (why is not None and why.error == "MigrationError" and not finished.cut)
 
 
+def after_losses(finished: Finished, losses: int) -> Finished:
+    """The same end, which says how many losses the request had survived before."""
+    why = finished.failure
+    if why is None or not losses:
+        return finished
+    return replace(finished, failure=replace(why, message=f"{why.message} (it had survived {losses} losses before)"))
+
+
 def reason_for_reader(finished: Finished) -> str:
     """Reason of an end as the reader hears it: "deadline" also where an instance saw it pass first."""
     late = finished.failure is not None and finished.failure.error == "DeadlineExceeded"

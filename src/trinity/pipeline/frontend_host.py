@@ -52,7 +52,7 @@ class FrontendHost:
         self.processor: RequestProcessor | None = None
         self.opened: PipelineState = "new"
         self.preparing = self.departures = 0
-        self._preparing_again: set[asyncio.Task[None] | None] = set()
+        self._preparing_again: set[asyncio.Future[None]] = set()
         self._broken: BaseException | None = None
         self._ways = TransferWays()
         self._timer: asyncio.TimerHandle | None = None
@@ -167,20 +167,22 @@ class FrontendHost:
             elif isinstance(command, Send):
                 self.send_to_peer(command.to, command.message)
             elif isinstance(command, Prepare):
-                self._preparing_again.add(asyncio.ensure_future(self._prepare_again(command.request)))
+                self._start_to_prepare(command.request)
         self._arm()
         if len(self.core.entries) < before:
             self._note_departure()
 
-    async def _prepare_again(self, request_id: str) -> None:
+    def _start_to_prepare(self, request_id: str) -> None:
         """Make the inputs of a request once more, of which none are left, and send it on with them."""
         stream, processor = self.streams.get(request_id), self.processor
-        try:
-            if stream is not None and processor is not None:
-                self.post(await prepare_again(stream.request, processor))
-        finally:
-            self._preparing_again.discard(asyncio.current_task())
-            self._note_departure()
+        if stream is not None and processor is not None:  # else its reader has left meanwhile
+            task = asyncio.ensure_future(self._prepare_again(stream.request, processor))
+            self._preparing_again.add(task)
+            task.add_done_callback(self._preparing_again.discard)
+            task.add_done_callback(lambda _: self._note_departure())
+
+    async def _prepare_again(self, request: Request, processor: RequestProcessor) -> None:
+        self.post(await prepare_again(request, processor))
 
     def _note_departure(self) -> None:
         self.departures += 1
@@ -266,6 +268,8 @@ class FrontendHost:
 
     def end_all(self) -> None:
         """End every request, as the pipeline closes."""
+        for task in self._preparing_again:
+            task.cancel()
         for stream in list(self.streams.values()):
             stream.close()
             self.post(Abort(stream.request.request_id, "cancelled"))

@@ -90,6 +90,7 @@ class PipelineCollector(Collector):
         yield self._counter("vllm:prefix_cache_queries", "Prompt tokens of ended requests.", tokens["prompt"])
         yield self._counter("vllm:prefix_cache_hits", "Of them found in the prefix cache.", tokens["cached"])
         yield self._counter("vllm:num_preemptions", "Requests that gave up their KV blocks.", summary["preemptions"])
+        yield self._counter("trinity_recoveries", "Losses after which a request went on.", summary["recoveries"])
         yield self._counter("trinity_visual_tokens", "Visual tokens of prompts of ended requests.", tokens["media"])
         ends = CounterMetricFamily(
             "vllm:request_success", "Requests that have ended.", labels=(*VLLM_LABELS, "finished_reason")

@@ -91,8 +91,6 @@ class Conversation:
             self.aborted.add(event.request)
         elif isinstance(event, Submit) and name == FRONTEND:
             self.submitted.add(event.work.request)
-            if event.work.encode_only:
-                self.encode_only.add(event.work.request)
         elif isinstance(event, (Submit, Offer)):
             self.visited.add((name, event.work.request))
         elif isinstance(event, Ready) and event.again:
@@ -192,6 +190,7 @@ class Conversation:
         assert list(sent.tokens) == known, f"{sent} with tokens {sent.tokens}, and its reader has {known}"
         assert sent.work.outputs == len(known), f"{sent} says that it has {sent.work.outputs} outputs"
         self.present[reader], self.begun[life] = life, len(known)
+        self.encode_only |= {life} if sent.work.encode_only else set()
 
     def _once(self, name: str, emitted: Iterable[tuple[str, int]]) -> None:
         for each in emitted:
