@@ -189,6 +189,11 @@ async def test_waiting_ends_with_the_deadline_and_with_the_pipeline() -> None:
         await left
 
 
+def test_a_pipeline_takes_a_policy_and_nothing_else() -> None:
+    with pytest.raises(trinity.ConfigError, match="failures"):
+        Pipeline(checkpoint("llava"), failures=3)  # type: ignore[arg-type]
+
+
 # ---------------------------------------------------------------- in threads: transfers that fail
 
 
