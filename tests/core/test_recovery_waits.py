@@ -192,6 +192,30 @@ def test_media_that_are_others_by_now_end_the_request(answer: Prepared, error: s
     assert not core.handle(answer, 3.0), "its reader has left"
 
 
+def test_inputs_that_are_being_made_are_waited_for_longer_than_a_stage() -> None:
+    """Its stage came up in time; that the inputs take long is for the deadline to bound."""
+    core = recovering("E0 P0 D0", kept_bytes=0, wait_s=10.0)
+    core.handle(with_pixels(60), 0.0)
+    core.handle(PeerDown("E0"), 1.0)
+    core.handle(replace(peer_up("E0"), epoch=1), 9.0)
+    assert core.entries["r"].preparing
+    assert brief(core.handle(Tick(), 11.5)) == []
+    assert core.next_timer() is None
+    contents = tuple(span.content for span in core.entries["r"].work.media)
+    assert brief(core.handle(Prepared("r", ("pixels",), contents), 12.0)) == ["E0: submit r~1"]
+
+
+def test_inputs_made_for_a_request_that_has_left_are_not_those_of_the_next_one_of_its_name() -> None:
+    core = recovering("E0 P0 D0", kept_bytes=0)
+    core.handle(with_pixels(60), 0.0)
+    core.handle(told("r", 0), 1.0)
+    core.handle(Abort("r", "cancelled"), 2.0)
+    core.handle(PeerDown("E0"), 2.0)
+    core.handle(replace(with_pixels(60), work=work("r", "dog", 1)), 3.0)
+    assert not core.handle(Prepared("r", ("old pixels",), ("cat",)), 4.0)
+    assert submitted(core.handle(replace(peer_up("E0"), epoch=1), 5.0)).inputs == ("pixels",)
+
+
 def test_text_needs_no_inputs() -> None:
     core = recovering(kept_bytes=0)
     core.handle(Submit(work("r", 1)), 0.0)

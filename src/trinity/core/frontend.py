@@ -156,9 +156,8 @@ class FrontendCore:
             return None
         if entry.dropped and not entry.inputs:
             self._wait(entry, now)
-            if not entry.preparing:
-                entry.preparing = True
-                self._out.append(Prepare(entry.id))
+            entry.preparing = True
+            self._out.append(Prepare(entry.id))
             return None
         try:
             first = self.router.enter(entry.work)
@@ -179,7 +178,7 @@ class FrontendCore:
         self._alarms.set(entry.gives_up_at, entry.id)
 
     def _try_again(self, entry: FrontendRequest, now: float) -> None:
-        problem = self._start(entry, now)
+        problem = None if entry.preparing else self._start(entry, now)
         if problem is not None:
             self._give_up(entry, problem)
 
@@ -190,7 +189,7 @@ class FrontendCore:
     def _prepared(self, event: Prepared, now: float) -> None:
         """Send a request whose inputs were made once more, unless its media are others by now."""
         entry = self.entries.get(event.request)
-        if entry is None or not entry.waits:
+        if entry is None or not entry.preparing:
             return
         entry.inputs, entry.preparing, failure = event.inputs, False, event.failure
         if failure is None and event.contents != tuple(span.content for span in entry.work.media):
