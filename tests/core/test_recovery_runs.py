@@ -160,7 +160,9 @@ def test_with_a_sibling_of_the_lost_one_every_order_ends_well(placement: str, vi
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize(("placement", "victim"), [("2EP+D", "EP0"), ("ED+2P", "P0"), ("E+P+2D", "D0"), ("PD+2E", "E0")])
+@pytest.mark.parametrize(
+    ("placement", "victim"), [("2EP+D", "EP0"), ("ED+2P", "P0"), ("E+P+2D", "D0"), ("PD+2E", "E0")]
+)
 def test_with_a_sibling_of_the_lost_one_many_more_orders_end_well(placement: str, victim: str) -> None:
     found = search(placement, victim)
     assert len(found.run()) > 1000
