@@ -19,8 +19,9 @@ from support.checkpoint_files import checkpoint
 from support.http_server import chat_body, listening, serve_model
 from support.paths import ROOT
 from trinity import ConfigError, Pipeline
+from trinity.core.failure_policy import NO_RECOVERY, FailurePolicy
 from trinity.server.application import ModelServer
-from trinity.server.command import _make_parser, make_server_config, open_port, serve_until_signal
+from trinity.server.command import _make_parser, make_served_pipeline, make_server_config, open_port, serve_until_signal
 from trinity.server.settings import ServerConfig
 
 CHAT = "/v1/chat/completions"
@@ -161,6 +162,15 @@ def test_arguments_and_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     assert config.max_body_bytes == 2 << 20
     with pytest.raises(ConfigError, match="tool_format"):
         make_server_config(_make_parser().parse_args(["m", "--tool-parser", "unheard-of"]))
+
+
+def test_what_survives_a_loss_is_an_argument_too() -> None:
+    model = str(checkpoint("llama"))
+    for words, wanted in (([], FailurePolicy()), (["--recoveries=0", "--wait=0"], NO_RECOVERY)):
+        pipe = make_served_pipeline(_make_parser().parse_args([model, "--placement=PD", *words]))
+        assert pipe._frontend.core.failures == wanted
+    with pytest.raises(ConfigError, match="recoveries"):
+        make_served_pipeline(_make_parser().parse_args([model, "--recoveries=-1"]))
 
 
 async def test_mounted_under_a_prefix_in_another_app() -> None:

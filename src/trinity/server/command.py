@@ -20,6 +20,7 @@ from typing import Any
 
 import uvicorn
 
+from trinity.core.failure_policy import FailurePolicy
 from trinity.errors import ConfigError
 from trinity.pipeline import Pipeline
 from trinity.pipeline.host_options import TLS_FILES, read_hosted_options
@@ -101,15 +102,13 @@ def _make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--tool-parser", default="auto", help="auto, hermes, llama3_json, qwen3_coder or none")
     parser.add_argument("--max-body-mb", type=int, default=64, metavar="MB", help="longest body")
     parser.add_argument("--max-waiting", type=int, default=1024, metavar="N", help="requests that may wait")
+    parser.add_argument("--recoveries", type=int, default=2, metavar="N", help="losses that a request survives")
+    parser.add_argument("--wait", type=float, default=600.0, metavar="S", help="for a lost stage to be back; 0: none")
     parser.add_argument(
         "--allow-media-host", action="append", default=[], metavar="HOST", help="whose images are fetched; repeatable"
     )
     parser.add_argument(
-        "--allow-media-network",
-        action="append",
-        default=[],
-        metavar="CIDR",
-        help="private addresses to reach",
+        "--allow-media-network", action="append", default=[], metavar="CIDR", help="private addresses to reach"
     )
     parser.add_argument("--download", action="store_true", help="fetch from the hub what its cache lacks")
     parser.add_argument("--dtype", default="auto", help="of weights and caches")
@@ -154,6 +153,7 @@ def make_served_pipeline(arguments: argparse.Namespace) -> Pipeline:
         dtype=arguments.dtype,
         device=arguments.device,
         max_waiting=arguments.max_waiting,
+        failures=FailurePolicy(recoveries=arguments.recoveries, wait_s=arguments.wait),
         download=arguments.download,
         limits=MediaLimits(
             allow_paths=False,
