@@ -2,4 +2,5 @@
 
 from __future__ import annotations
 
+from trinity.core.failure_policy import FailurePolicy as FailurePolicy
 from trinity.pipeline.pipeline import Pipeline as Pipeline

@@ -20,9 +20,8 @@ from typing import Any
 
 import uvicorn
 
-from trinity.core.failure_policy import FailurePolicy
 from trinity.errors import ConfigError
-from trinity.pipeline import Pipeline
+from trinity.pipeline import FailurePolicy, Pipeline
 from trinity.pipeline.host_options import TLS_FILES, read_hosted_options
 from trinity.preprocess.media_limits import MediaLimits
 from trinity.server.application import ModelServer
