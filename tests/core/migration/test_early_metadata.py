@@ -231,3 +231,16 @@ def test_the_end_of_a_request_before_its_commit_is_told_once() -> None:
     cluster.run()
     finished = sent([command for _, _, command in cluster.commands], Finished)
     assert len({each.request for each in finished}) == len(finished) == 40
+
+
+def test_one_that_finds_no_prefill_instance_ends_once_though_it_waits_for_the_same_image_twice() -> None:
+    """It has no row in the step that encodes for another one, so that it is gone at once."""
+    core = encoder(image=12, rules=BatchRules(image_budget=1))
+    for request, media in {"a": ("fox", "dog", "cat"), "b": ("cat",), "r": ("cat", "cat")}.items():
+        core.handle(Submit(work(request, *media, 1)), 0.0)
+    core.handle(done(1), 1.0)
+    core.handle(PeerDown("P0"), 2.0)
+    out = [*core.handle(done(2), 3.0), *core.handle(done(3), 4.0)]
+    assert sorted(each.request for each in sent(out, Finished)) == ["b", "r"]
+    core.handle(Forget("a"), 5.0)
+    emptied(core)

@@ -157,7 +157,9 @@ def _announce_media(s: State, step: Step, now: float) -> None:
     """Announce the features that are made next: their target may reserve meanwhile (vLLM encoder separation)."""
     for row in step.encodes:
         for request, _ in tuple(s.pending[row.span.content].providers):
-            state = s.requests[request]
+            state = s.requests.get(request)
+            if state is None or state.ending is not None:  # it found no prefill instance for the same image before
+                continue
             offers = "P" not in s.settings.roles and not state.work.encode_only
             if offers and state.outgoing is None and may_offer(s, state):
                 offer_media(s, state, now)
