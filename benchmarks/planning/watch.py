@@ -21,7 +21,8 @@ from benchmarks.paper_devices import paper_device
 from benchmarks.report import Aim, Result, Table
 from benchmarks.setting import Setting
 from trinity import traces
-from trinity.adapt.drift import DemandShift, DriftDetector, Proposal, Replanner
+from trinity.adapt.drift import DemandShift, DriftDetector
+from trinity.adapt.replanner import Proposal, Replanner
 from trinity.costs.demand import Demand, peak_load
 from trinity.costs.model_shape import get_model_shape
 from trinity.costs.step_cost import Roofline
@@ -71,11 +72,19 @@ def hourly() -> Demand:
 class Other:
     """A plan that always proposes something else: the most proposals that there can be."""
 
-    placement, score, candidates = "8EPD", None, ()
+    placement, score, screened, met = "8EPD", 2.0, None, True
 
     @property
     def best(self) -> Other:
         return self
+
+    @property
+    def candidates(self) -> list[Present]:
+        return [Present()]
+
+
+class Present:
+    placement, score, screened = PLACEMENT, 1.0, None
 
 
 def proposed(replanner: Replanner, rows: Iterable[TraceRow]) -> list[Proposal]:

@@ -7,8 +7,9 @@ from collections.abc import AsyncIterator
 import pytest
 
 from benchmarks.planning.watch import BOUND, QWEN, hour, hourly, longer
-from trinity.adapt.drift import DriftDetector, Replanner
+from trinity.adapt.drift import DriftDetector
 from trinity.adapt.proposals import iter_proposals
+from trinity.adapt.replanner import Replanner
 from trinity.planner import HybridPlanner, Plan, SearchConfig
 from trinity.simulation import compiled_engine
 from trinity.traces.trace import Trace, TraceRow
@@ -29,8 +30,8 @@ async def test_a_shift_is_planned_for_and_the_proposal_is_the_plans_best() -> No
     planner = HybridPlanner(QWEN, BOUND, instances=3, search=SearchConfig(strategy="exhaustive", seeds=0))
     made: list[tuple[Trace, Plan]] = []
 
-    def plan(trace: Trace) -> Plan:
-        made.append((trace, planner.plan(trace)))
+    def plan(trace: Trace, present: str) -> Plan:
+        made.append((trace, planner.plan(trace, present)))
         return made[-1][1]
 
     replanner = Replanner(DriftDetector(hourly()), "3EPD")

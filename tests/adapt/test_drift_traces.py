@@ -22,7 +22,8 @@ from benchmarks.planning.watch import (
 )
 from benchmarks.setting import Setting
 from trinity import traces
-from trinity.adapt.drift import DriftDetector, Replanner
+from trinity.adapt.drift import DriftDetector
+from trinity.adapt.replanner import Replanner
 from trinity.costs.demand import peak_load
 
 

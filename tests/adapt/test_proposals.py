@@ -9,12 +9,13 @@ from collections.abc import AsyncIterator, Iterable
 import pytest
 
 from support.steady_traffic import FLAT, Plan, row, steady
-from trinity.adapt.drift import DriftDetector, Proposal, Replanner
+from trinity.adapt.drift import DriftDetector
 from trinity.adapt.proposals import follow, iter_proposals
+from trinity.adapt.replanner import Proposal, Replanner
 from trinity.errors import ConfigError, TraceTooShort
 from trinity.traces.trace import Trace, TraceRow
 
-SHIFTED = [*steady(0, 300), *steady(300, 400, out=21)]
+SHIFTED = [*steady(0, 300), *steady(300, 420, out=21)]
 
 
 def replanner() -> Replanner:
@@ -29,7 +30,7 @@ async def given(rows: Iterable[TraceRow]) -> AsyncIterator[TraceRow]:
 async def test_rows_go_on_while_a_plan_is_made_in_a_thread() -> None:
     made, release, threads = replanner(), threading.Event(), []
 
-    def plan(trace: Trace) -> Plan:
+    def plan(trace: Trace, present: str) -> Plan:
         threads.append(threading.current_thread())
         assert release.wait(30)
         return Plan("1P2D")
@@ -37,12 +38,12 @@ async def test_rows_go_on_while_a_plan_is_made_in_a_thread() -> None:
     async def rows() -> AsyncIterator[TraceRow]:
         for each in SHIFTED:
             yield each
-        assert made.watch.now == 399  # all of it was taken in while the planner waits
+        assert made.watch.now == 419  # all of it was taken in while the planner waits
         assert threads
         release.set()
 
     found = [proposal async for proposal in iter_proposals(rows(), made, plan)]
-    assert [(proposal.placement, proposal.at_s) for proposal in found] == [("1P2D", 399)]
+    assert [(proposal.placement, proposal.at_s) for proposal in found] == [("1P2D", 419)]
     assert threads != [threading.current_thread()]
 
 
@@ -54,7 +55,7 @@ async def test_a_proposal_comes_when_its_plan_is_ready_though_no_row_does() -> N
             yield each
         await waiting.wait()
 
-    coming = iter_proposals(rows(), replanner(), lambda trace: Plan("1P2D"))
+    coming = iter_proposals(rows(), replanner(), lambda trace, present: Plan("1P2D"))
     proposal = await asyncio.wait_for(anext(coming), 30)
     assert isinstance(proposal, Proposal)
     waiting.set()
@@ -64,7 +65,7 @@ async def test_a_proposal_comes_when_its_plan_is_ready_though_no_row_does() -> N
 async def test_a_planner_without_an_answer_is_told_of_and_watching_goes_on() -> None:
     made, answers = replanner(), iter([None, Plan("2P2D")])
 
-    def plan(trace: Trace) -> Plan:
+    def plan(trace: Trace, present: str) -> Plan:
         answer = next(answers)
         if answer is None:
             raise TraceTooShort("a trace too short", 60.0)
@@ -75,7 +76,7 @@ async def test_a_planner_without_an_answer_is_told_of_and_watching_goes_on() -> 
             yield each
         while made.error is None:
             await asyncio.sleep(0.01)
-        for each in (*steady(400, 700, out=21), *steady(700, 800)):
+        for each in (*steady(420, 700, out=21), *steady(700, 820, out=41)):
             yield each
 
     found = [proposal async for proposal in iter_proposals(rows(), made, plan)]
@@ -84,7 +85,7 @@ async def test_a_planner_without_an_answer_is_told_of_and_watching_goes_on() -> 
 
 
 async def test_what_is_no_error_of_trinity_comes_out() -> None:
-    def plan(trace: Trace) -> Plan:
+    def plan(trace: Trace, present: str) -> Plan:
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
@@ -97,20 +98,20 @@ async def test_an_error_of_the_rows_comes_out_too() -> None:
         raise OSError("gone")
 
     with pytest.raises(OSError, match="gone"):
-        [proposal async for proposal in iter_proposals(rows(), replanner(), lambda trace: Plan("1P2D"))]
+        [proposal async for proposal in iter_proposals(rows(), replanner(), lambda trace, present: Plan("1P2D"))]
 
 
 async def test_closed_while_a_plan_is_made() -> None:
     release, started = threading.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
 
-    def plan(trace: Trace) -> Plan:
+    def plan(trace: Trace, present: str) -> Plan:
         loop.call_soon_threadsafe(started.set)
         release.wait(30)
         return Plan("1P2D")
 
     async def watching() -> None:
-        async for proposal in iter_proposals(given([*SHIFTED, *steady(400, 500, out=21)]), replanner(), plan):
+        async for proposal in iter_proposals(given([*SHIFTED, *steady(420, 500, out=21)]), replanner(), plan):
             raise AssertionError(proposal)
 
     task = asyncio.create_task(watching())

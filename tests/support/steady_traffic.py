@@ -42,11 +42,12 @@ def steady(start: float, end: float, every: float = 1.0, **fields: Any) -> list[
 class Best:
     def __init__(self, placement: str, score: float | None) -> None:
         self.placement, self.score = placement, score
+        self.screened: float | None = None
 
 
 class Plan:
     """``present``: the score of 1P1D, None where it was not searched to the end."""
 
-    def __init__(self, placement: str, score: float = 2.0, present: float | None = None) -> None:
-        self.best = Best(placement, score)
+    def __init__(self, placement: str, score: float = 2.0, present: float | None = 1.0, met: bool = True) -> None:
+        self.best, self.met = Best(placement, score), met
         self.candidates = [self.best, Best("1P1D", present)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from itertools import pairwise
 from statistics import fmean
 
 import pytest
@@ -87,7 +88,7 @@ def test_it_expects_no_less_than_there_is_and_no_more_than_the_limit(
 ) -> None:
     survival = OutputSurvival(outputs[::2], outputs[1::2])
     chances = [survival.chance(each) for each in range(80)]
-    assert all(1 >= sooner >= later >= 0 for sooner, later in zip(chances, chances[1:], strict=False))
+    assert all(1 >= sooner >= later >= 0 for sooner, later in pairwise(chances))
     limited = survival.expected(tokens, most)
     assert tokens <= limited <= max(tokens, most) + 1e-9
     assert limited <= survival.expected(tokens) + 1e-9 or not survival.knows_ends

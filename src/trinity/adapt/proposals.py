@@ -1,10 +1,10 @@
-"""Runs drift detection beside a pipeline: follows its trace, plans in a thread, yields proposals.
+"""Runs drift detection beside a pipeline: follows its requests, plans in a thread, yields proposals.
 
 ::
 
     watch = DriftDetector(Demand.for_slo(Roofline(model=get_model_shape("qwen2-vl-7b"), device=DEVICES["H100"]), slo))
     replanner = Replanner(watch, "2EP6D")
-    async for proposal in iter_proposals(follow(pipe.trace), replanner, planner.plan):
+    async for proposal in iter_proposals(follow_requests(pipe), replanner, planner.plan):
         print(proposal)
 """
 
@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
 
-from trinity.adapt.drift import PlanResult, Proposal, Replanner
+from trinity.adapt.replanner import PlanResult, Proposal, Replanner
 from trinity.errors import ConfigError, TrinityError
 from trinity.traces.trace import Trace, TraceRow
 
@@ -35,11 +35,12 @@ async def follow(trace: Trace, every_s: float = 1.0) -> AsyncGenerator[TraceRow,
 
 
 async def iter_proposals(
-    rows: AsyncIterator[TraceRow], replanner: Replanner, plan: Callable[[Trace], PlanResult]
+    rows: AsyncIterator[TraceRow], replanner: Replanner, plan: Callable[[Trace, str], PlanResult]
 ) -> AsyncGenerator[Proposal, None]:
     """Feed rows to ``replanner`` and yield its proposals; ends with the rows.
 
-    ``plan`` runs in a thread and must not touch the pipeline. A ``TrinityError`` of it goes to ``replanner.error`` and
+    ``plan(trace, placement)`` plans on a trace and evaluates the placement that runs, as ``HybridPlanner.plan`` does.
+    It runs in a thread and must not touch the pipeline. A ``TrinityError`` of it goes to ``replanner.error`` and
     watching goes on; any other exception is raised here. If the generator is closed while a plan is made, the thread
     runs to its end and its plan is dropped.
     """
@@ -59,7 +60,8 @@ async def iter_proposals(
                 reading = asyncio.ensure_future(_next(rows)) if row is not None else None
                 trace = replanner.feed(row) if row is not None else None
                 if trace is not None:
-                    planning = asyncio.create_task(asyncio.to_thread(plan, trace), name="trinity-plan")
+                    made = asyncio.to_thread(plan, trace, replanner.placement)
+                    planning = asyncio.create_task(made, name="trinity-plan")
     finally:
         for left in (reading, planning):
             if left is not None:
@@ -73,7 +75,8 @@ async def _next(rows: AsyncIterator[TraceRow]) -> TraceRow | None:
 
 def _take_proposal(planning: asyncio.Task[PlanResult], replanner: Replanner) -> Proposal | None:
     try:
-        return replanner.propose(planning.result())
+        plan = planning.result()
     except TrinityError as error:
         replanner.record_failure(error)
         return None
+    return replanner.propose(plan)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 from msgspec import Meta
 
@@ -31,13 +31,17 @@ from trinity.planner.evaluate import (
 )
 from trinity.planner.hardware import DEFAULT_DEVICE, Devices, Hardware, check_simulator_options, choose_cluster
 from trinity.planner.objectives import (
+    MAX_WAITING,
+    UNBOUNDED,
     ReplayScorer,
+    choose_waiting,
     offer_at_once,
     score_effective_throughput,
     score_throughput,
     search_by_replay,
 )
 from trinity.planner.plan import Candidate, Objective, Plan
+from trinity.planner.present import add_present, find_present, parse_present
 from trinity.planner.prices import iter_borrowed, price_steps
 from trinity.planner.problem import GoodputCriterion, PlanningProblem, choose_ratio_step
 from trinity.planner.progress import ProgressBar, Report
@@ -51,7 +55,7 @@ from trinity.planner.search import (
     search_above,
     sort_by_guess,
 )
-from trinity.planner.search_config import SearchConfig
+from trinity.planner.search_config import Options, SearchConfig
 from trinity.planner.strategy_result import StrategyResult
 from trinity.planner.trace_repair import prepare_recorded
 from trinity.traces.trace import SLO, SLORule, Trace
@@ -60,18 +64,7 @@ logger = logging.getLogger("trinity")
 SHORT = 2_000  # requests of a longer trace that are planned on where the cores must search
 MOST_LISTED = 2_500  # candidates in a plan; of more, those with the best bounds
 NO_SLO = SLO(1e6, 1e6)  # offline, steps are as large as throughput grows with them
-MAX_WAITING, WAITING_EACH = 1024, 64  # a pipeline's default; for each instance where there are many
-UNBOUNDED = 10**9  # offline, all requests wait at once
 REPLAYED: tuple[Objective, ...] = ("throughput", "effective_throughput")
-
-
-class Options(NamedTuple):
-    """A planner's objective and search."""
-
-    objective: Objective
-    rate: float | None
-    search: SearchConfig
-    progress: Report | None
 
 
 @check_arguments
@@ -132,7 +125,7 @@ class HybridPlanner:
         search = search or SearchConfig()
         self.options = Options(objective, rate, search, progress)
         self._check(slo)
-        self.waiting = options.setdefault("max_waiting", _waiting(objective, found.size))
+        self.waiting = options.setdefault("max_waiting", choose_waiting(objective, found.size))
         self.hardware = Hardware(self.model, found, load_costs(cost), prices or {}, options)
         self.asked = GoodputCriterion(slo or NO_SLO, rule, stable, share, search.least_requests)
         self.slo = slo
@@ -161,12 +154,13 @@ class HybridPlanner:
         return f"HybridPlanner({self.model.name} on up to {self.most} of {devices}, objective {self.options.objective})"
 
     @check_call
-    def plan(self, trace: Trace) -> Plan:
-        """Find the best placement for this trace, with every candidate's figures.
+    def plan(self, trace: Trace, present: Placement | str | None = None) -> Plan:
+        """Find the best placement for this trace, with every candidate's figures; ``present`` is searched to its end.
 
         Raises ``TraceError`` for an empty trace and invalid time stamps, ``TraceTooShort`` where the trace is too short
-        for an answer, ``ConfigError`` where the model fits none of the devices.
+        for an answer, ``ConfigError`` where the model, or ``present``, fits none of the devices.
         """
+        now = parse_present(present)
         if not len(trace):
             raise TraceError("an empty trace cannot be planned on: serve or load some requests first")
         own = self.options
@@ -176,10 +170,10 @@ class HybridPlanner:
                 recorded,
                 own.search.seed,
                 own.search.resample,
-                lambda drawn: self._plan_within_budget(drawn, progress),
+                lambda drawn: self._plan_within_budget(drawn, progress, now),
             )
 
-    def _plan_within_budget(self, drawn: DrawnTrace, progress: ProgressBar) -> Plan:
+    def _plan_within_budget(self, drawn: DrawnTrace, progress: ProgressBar, present: Placement | None) -> Plan:
         """Plan on the whole trace or, where the cores must search, on as much of it as they replay in a minute."""
         why = self.hardware.why_on_cores(self._general, self.asked.slo)
         count = len(drawn.trace) if not why else min(SHORT, len(drawn.trace))
@@ -187,18 +181,21 @@ class HybridPlanner:
             note = f"Not screened ({why}): searched on the cores that serve, on the first {count:,} requests."
             logger.warning(note)
             try:
-                return self._plan_on(DrawnTrace(drawn.trace.head(count), (*drawn.notes, note)), progress, dear=True)
+                short = DrawnTrace(drawn.trace.head(count), (*drawn.notes, note))
+                return self._plan_on(short, progress, present, dear=True)
             except TraceTooShort:
                 count *= 2
-        return self._plan_on(drawn, progress)
+        return self._plan_on(drawn, progress, present)
 
-    def _plan_on(self, drawn: DrawnTrace, progress: ProgressBar, dear: bool = False) -> Plan:
+    def _plan_on(self, drawn: DrawnTrace, progress: ProgressBar, present: Placement | None, dear: bool = False) -> Plan:
         offline = self.options.objective == "throughput"
         case = PlanningProblem(self.hardware, drawn.trace, self.asked, progress, offline, dear)
         searched = self._search(case)
         if not searched.found:
             raise ConfigError(f"{self.model.name} fits no placement: {case.misfits(self.hardware.names)}")
-        searched = self._confirm(case, searched)
+        by_replay = self._replay_one(case) if self.options.objective in REPLAYED else None
+        searched = add_present(case, searched, present, self._devices, by_replay)
+        searched = self._confirm(case, searched, present)
         if self.options.objective not in REPLAYED and not case.dear:
             needed = self.options.rate or 0.0 if self.options.objective == "fewest_instances" else 0.0
             searched = prefer_off_cliff(case, searched, self.options.search.strategy != "paper", needed)
@@ -300,14 +297,19 @@ class HybridPlanner:
         found = search_by_replay(case, offered, entries, every=every, known=first, **shared)
         return StrategyResult(found, paper, case.trials.runs)
 
-    def _confirm(self, case: PlanningProblem, searched: StrategyResult) -> StrategyResult:
+    def _replay_one(self, case: PlanningProblem) -> Callable[[BoundedCandidate], SearchResult]:
+        offered, score, ceiling = self._by_replay(case)
+        return lambda entry: search_by_replay(case, offered, [entry], score, ceiling, every=True)[0]
+
+    def _confirm(self, case: PlanningProblem, searched: StrategyResult, present: Placement | None) -> StrategyResult:
         """Replay the best on the cores, where the search ran on stand-ins for their settings."""
         kinds = {each.entry.deployment.settings: each.entry.deployment for each in searched.found}
         stand_ins = [each for kind in kinds.values() for each in self.hardware.stand_ins(kind, self.asked.slo)]
         searched = searched._replace(stand_ins=tuple(dict.fromkeys(map(str, stand_ins))))
         if not stand_ins or self.options.objective in REPLAYED:
             return searched
-        cores = confirm(case, searched.found, [searched.paper] if searched.paper else [])
+        named = [*([searched.paper] if searched.paper else []), *find_present(searched, present)]
+        cores = confirm(case, searched.found, named)
         paper = searched.paper and cores.of(searched.paper.entry.deployment)
         return searched._replace(
             found=merge_core_results(cores, searched.found),
@@ -393,8 +395,3 @@ class HybridPlanner:
             return evaluate_goodput(case, found, seeds)
         described, backend = evaluate_replay(case, found, self._by_replay(case)[0])
         return described, "screening" if searched.stand_ins else backend
-
-
-def _waiting(objective: Objective, instances: int) -> int:
-    """Return the requests without a token that a pipeline of this many instances should take in."""
-    return UNBOUNDED if objective == "throughput" else max(MAX_WAITING, WAITING_EACH * instances)

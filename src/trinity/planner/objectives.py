@@ -5,13 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from trinity.planner.candidates import Deployment
+from trinity.planner.plan import Objective
 from trinity.planner.problem import PlanningProblem
 from trinity.planner.search import BoundedCandidate, SearchResult, rank_results
 from trinity.simulation.simulator import Replay
 from trinity.traces.goodput import RequestOutcome
 from trinity.traces.trace import COMPLETE, SLO, SLORule, Trace
 
+MAX_WAITING, WAITING_EACH = 1024, 64  # a pipeline's default; for each instance where there are many
+UNBOUNDED = 10**9  # offline, all requests wait at once
 ReplayScorer = Callable[[Replay, Deployment], float]
+
+
+def choose_waiting(objective: Objective, instances: int) -> int:
+    """Return the requests without a token that a pipeline of this many instances should take in."""
+    return UNBOUNDED if objective == "throughput" else max(MAX_WAITING, WAITING_EACH * instances)
 
 
 def offer_at_once(trace: Trace) -> Trace:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from trinity.errors.arguments import Count, Whole, check_arguments
 from trinity.planner.algorithm2 import Split
-from trinity.planner.plan import Strategy
+from trinity.planner.plan import Objective, Strategy
+from trinity.planner.progress import Report
 from trinity.planner.search_space import Space
 from trinity.traces.goodput import LEAST_REQUESTS
 
@@ -40,3 +42,12 @@ class SearchConfig:
     resample: bool = True
     seed: int = 0
     seeds: Count = 3
+
+
+class Options(NamedTuple):
+    """A planner's objective and search."""
+
+    objective: Objective
+    rate: float | None
+    search: SearchConfig
+    progress: Report | None
