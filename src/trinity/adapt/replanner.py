@@ -66,7 +66,7 @@ class Proposal(msgspec.Struct, frozen=True, kw_only=True):
         )
 
 
-def _gain(plan: PlanResult, present: str) -> float:
+def measure_gain(plan: PlanResult, present: str) -> float:
     """Gain of the best over the present placement; infinite over a score of 0.
 
     By the screening engine's figures where the cores were not asked about the present one. Raises ``ConfigError`` where
@@ -195,7 +195,7 @@ class Replanner:
         shift, requests = self._end_planning()
         if not plan.met or plan.best.placement == self.placement:
             return None
-        gain = _gain(plan, self.placement)
+        gain = measure_gain(plan, self.placement)
         if gain < self.least_gain:
             return None
         self._quiet_until = self.watch.now + self.cooldown_s
