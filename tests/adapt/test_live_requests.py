@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from trinity.adapt.live_requests import follow_requests, iter_running
+from trinity.core.messages import Work
 from trinity.costs.emulated_cost import LinearCost
 from trinity.emulation.model import LLAVA_15_7B, EmulatedModel, EmulatedRequest
 from trinity.errors import ConfigError, Overloaded
@@ -82,5 +84,14 @@ async def test_what_only_encodes_or_is_not_prepared_is_no_demand() -> None:
     async with Pipeline(MODEL, "EPD", **SIZES) as pipe:
         stream = pipe.stream(asked("a"))
         assert list(iter_running([stream], 0.0)) == []  # not prepared
+        for encode_only in (False, True):
+            work = Work(request="a", prompt=(0,) * 9, media=(), max_tokens=4, encode_only=encode_only)
+            prepared = SimpleNamespace(
+                request=stream.request, arrived_at=1.0, token_count=2, processed=SimpleNamespace(work=work)
+            )
+            told = list(iter_running([prepared], 4.0))
+            assert [(each.input_length, each.output_length, each.latency_s) for each in told] == (
+                [] if encode_only else [(9, 2, 3.0)]
+            )
     with pytest.raises(ConfigError, match="positive"):
         await anext(follow_requests(pipe, every_s=0))

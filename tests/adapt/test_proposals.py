@@ -32,6 +32,7 @@ async def test_rows_go_on_while_a_plan_is_made_in_a_thread() -> None:
 
     def plan(trace: Trace, present: str) -> Plan:
         threads.append(threading.current_thread())
+        assert present == "1P1D"  # what runs, to be evaluated too
         assert release.wait(30)
         return Plan("1P2D")
 

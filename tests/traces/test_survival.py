@@ -58,6 +58,9 @@ def test_older_outputs_tell_of_lengths_that_few_recent_ones_have_reached() -> No
     both = OutputSurvival(recent, older)
     assert both.expected(10) == pytest.approx(30)
     assert both.chance(19) == 1
+    few = OutputSurvival(seen([], [30] * 9), seen([20] * 50, []))
+    assert few.chance(20) == pytest.approx(9 / 59)  # nine that came so far do not yet say that none ends there
+    assert OutputSurvival(seen([], [30] * 10), seen([20] * 50, [])).chance(20) == 1
     assert OutputSurvival(recent + seen([5] * 50, []), older).chance(10) == pytest.approx(0.5)  # recent where enough
 
 
