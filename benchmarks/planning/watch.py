@@ -1,10 +1,11 @@
 """Shifts in the shipped traffic: how soon they are found, how many a day has, how often calm traffic gives an alarm.
 
-The placement serves it: the share of requests in time is measured by replay and shown beside each table. The predicate,
-stated before the run: at least nine requests in ten are in time before any shift; a doubled output length and a tenfold
-image share are found within 130 s in the middle of all seeds and within 180 s in each, with no alarm before; bursts of
-a minute, of two to ten times the requests, give none; on the shipped day, as recorded and at its full rate, proposals
-come at most once an hour on the mean, though no cooldown holds them back and every plan proposes something.
+The placement serves it: the share of requests in time is measured by replay and shown beside each table. The predicate:
+at least nine requests in ten are in time before any shift; a doubled output length and a tenfold image share are found
+within 130 s in the middle of all seeds and within 180 s in each, with no alarm before; bursts of a minute, of two to
+ten times the requests, give none; on the shipped day, as recorded and at its full rate, proposals come at most once an
+hour on the mean, though no cooldown holds them back and every plan proposes something. The bounds of 130 s and of one
+an hour were set once first figures were seen, the others before.
 """
 
 from __future__ import annotations
