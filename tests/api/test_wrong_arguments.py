@@ -133,6 +133,7 @@ GIVEN: dict[str, Any] = {  # what their methods take, by the parameter's name
     "output": trinity.Output(request_id="x"),
     "path": "written",
     "per_host": 1,
+    "present": "EP+D",
     "place": 0,
     "placement": "EP+D",
     "rate": None,

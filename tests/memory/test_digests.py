@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from msgspec.structs import replace
 
 from support.pipeline_driver import GOOD, TWO, all_tokens, good_ones, serving
 from trinity.connector import Connector, make_connector
+from trinity.core.failure_policy import FailurePolicy
 from trinity.core.messages import Commit, Fetched, Offer, Part, PeerDown, Pull, Ready, Release, Send, Work
 from trinity.core.transfers import merge_records
 from trinity.errors import ConfigError, IntegrityError, MigrationError
@@ -299,7 +301,8 @@ def expected() -> None:
 @pytest.mark.usefixtures("expected")
 @pytest.mark.parametrize(("kind", "source", "target"), [("image", "E0", "P0"), ("kv", "P0", "D0")])
 async def test_a_flipped_bit_ends_its_request_and_no_other(kind: str, source: str, target: str) -> None:
-    async with serving("E+P+D", connector=flipping(kind), verify="always", prefix_cache=False) as pipe:
+    once: dict[str, Any] = {"verify": "always", "prefix_cache": False, "failures": FailurePolicy(recoveries=0)}
+    async with serving("E+P+D", connector=flipping(kind), **once) as pipe:
         with pytest.raises(MigrationError, match="are not what") as caught:
             await pipe.complete(TWO.request(request_id="unlucky"))
         error = caught.value
@@ -308,6 +311,15 @@ async def test_a_flipped_bit_ends_its_request_and_no_other(kind: str, source: st
         assert isinstance(error.output, Output)
         assert error.output.token_ids == (TWO.tokens[:1] if kind == "kv" else [])  # the first one is prefill's
         await good_ones(pipe)
+
+
+@pytest.mark.usefixtures("expected")
+@pytest.mark.parametrize("kind", ["image", "kv"])
+async def test_a_request_survives_a_flipped_bit(kind: str) -> None:
+    async with serving("E+P+D", connector=flipping(kind), verify="always", prefix_cache=False) as pipe:
+        output = await pipe.complete(TWO.request())
+        assert (output.token_ids, output.lives) == (TWO.tokens, 2)
+        assert "are not what" in output.former_lives[0]["why"]
 
 
 @pytest.mark.usefixtures("expected")
