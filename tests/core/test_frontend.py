@@ -255,7 +255,7 @@ def test_a_deadline_does_not_outlive_its_request_in_the_next_with_the_same_id() 
     core.handle(Submit(work("r", 1, deadline_s=10.0)), 5.0)
     assert core.next_timer() == 15.0
     table(core, [(Tick(), [])], now=10.0)
-    table(core, [(Tick(), ["P0: cancel r", "end r deadline DeadlineExceeded"])], now=15.0)
+    table(core, [(Tick(), ["P0: cancel r~2.0", "end r deadline DeadlineExceeded"])], now=15.0)
 
 
 def test_an_id_in_use_is_refused_by_a_typed_error() -> None:
@@ -267,7 +267,7 @@ def test_an_id_in_use_is_refused_by_a_typed_error() -> None:
     assert out == [End("r", "error", Failure("RequestError", text))]
     assert core.waiting == 0
     core.handle(finished(0, "cancelled"), 0.0)
-    table(core, [(Submit(work("r", 1)), ["P0: submit r"])])
+    table(core, [(Submit(work("r", 1)), ["P0: submit r~3.0"])])
 
 
 def test_too_many_waiting_requests_are_refused_and_tokens_make_room() -> None:
@@ -316,7 +316,7 @@ def test_a_request_that_no_instance_could_ever_hold_is_refused_with_the_figures(
     assert refused(core, Submit(work("r", "cat*9", 1))) == f"{begin} E{want} 3 image of 2 in E0{advice}"
     assert refused(core, Submit(work("r", 17))) == f"{begin} P{want} 5 kv of 4 in P0{advice}"
     assert refused(core, Submit(work("r", 1, max_tokens=21))) == f"{begin} D{want} 6 kv of 5 in D0{advice}"
-    table(core, [(Submit(work("r", "cat*8", 8, max_tokens=5)), ["E0: submit r"])])
+    table(core, [(Submit(work("r", "cat*8", 8, max_tokens=5)), ["E0: submit r~4.0"])])
     table(core, [(Submit(work("s", 16, max_tokens=1)), ["P0: submit s"])])
     core.handle(peer_up("PD0", image=9, kv=6), 0.0)
     table(core, [(Submit(work("t", 17)), ["PD0: submit t"])])

@@ -81,11 +81,12 @@ def test_the_count_is_that_of_the_requests_that_are_there_in_any_order_of_events
         core, names = bounded(500), [f"r{number}" for number in range(8)]
         for step in range(40):
             name = draw.choice(names)
+            life = core.entries[name].work.request if name in core.entries else name
             event: Value = draw.choice(
                 [
                     submit(name, draw.randrange(300), deadline_s=5.0),
-                    emitted((name, 0, 0, Sampled(1))),
-                    Finished(request=name, attempt=0, reason=draw.choice(["length", "error"]), count=1),
+                    emitted((life, 0, 0, Sampled(1))),
+                    Finished(request=life, attempt=0, reason=draw.choice(["length", "error"]), count=1),
                     Abort(name, "cancelled"),
                     PeerDown("E0"),
                     PeerUp("E0", "E", step, {"image": 8}),
@@ -94,7 +95,7 @@ def test_the_count_is_that_of_the_requests_that_are_there_in_any_order_of_events
             )
             core.handle(event, float(step))
             assert core.waiting_bytes == sum(entry.input_bytes for entry in core.entries.values()) <= 500
-        for name in list(core.entries):
+        for name in list(core.lives):
             core.handle(Finished(request=name, attempt=0, reason="error", cut=True), 50.0)
         assert core.waiting_bytes == 0
 

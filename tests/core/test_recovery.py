@@ -35,14 +35,14 @@ def test_a_lost_request_goes_on_under_another_name_with_its_tokens_and_ends_once
     table(
         core,
         [
-            (Moved("r~1", 1, "P1", 1), []),
-            (Moved("r~1", 1, "D1", 2, 0, "P1", 0), []),
-            (emit("r~1", 1, (3, 8)), []),
-            (emit("r~1", 1, (2, 7)), ["deliver r#2=7", "deliver r#3=8"]),
+            (Moved("r~1.1", 1, "P1", 1), []),
+            (Moved("r~1.1", 1, "D1", 2, 0, "P1", 0), []),
+            (emit("r~1.1", 1, (3, 8)), []),
+            (emit("r~1.1", 1, (2, 7)), ["deliver r#2=7", "deliver r#3=8"]),
         ],
     )
     route, spans = ("E0", "P1", "D1"), {"prefill": 0.5}
-    last = Finished(request="r~1", attempt=1, reason="length", count=4, route=route, cached_tokens=3, spans=spans)
+    last = Finished(request="r~1.1", attempt=1, reason="length", count=4, route=route, cached_tokens=3, spans=spans)
     end = end_of(core.handle(last, 3.0))
     assert (end.request, end.reason, end.attempts, len(end.former)) == ("r", "length", 2, 1)
     (former,) = end.former
@@ -79,8 +79,8 @@ def test_a_token_that_waits_for_a_missing_one_comes_again() -> None:
     core = recovering()
     table(core, [*AT_D0[:2], (TO_D0, []), (emit("r", 0, (1, 6)), [])])
     assert brief(core.handle(PeerDown("P0"), 1.0)) == LEFT
-    assert brief(core.handle(emit("r~1", 1, (0, 5)), 1.0)) == ["deliver r#0=5"]
-    assert brief(core.handle(emit("r~1", 1, (1, 6)), 1.0)) == ["deliver r#1=6"]
+    assert brief(core.handle(emit("r~1.1", 1, (0, 5)), 1.0)) == ["deliver r#0=5"]
+    assert brief(core.handle(emit("r~1.1", 1, (1, 6)), 1.0)) == ["deliver r#1=6"]
 
 
 @pytest.mark.parametrize(
@@ -125,9 +125,9 @@ def test_it_goes_on_so_often_and_no_more(recoveries: int) -> None:
     core = recovering(recoveries=recoveries)
     core.handle(Submit(work("r", "cat", 1)), 0.0)
     for life in range(recoveries):
-        name = f"r~{life}" if life else "r"
-        assert brief(core.handle(told(name, life), 1.0))[-1] == f"E0: submit r~{life + 1}"
-    end = end_of(core.handle(told(f"r~{recoveries}" if recoveries else "r", recoveries), 2.0))
+        name = f"r~1.{life}" if life else "r"
+        assert brief(core.handle(told(name, life), 1.0))[-1] == f"E0: submit r~1.{life + 1}"
+    end = end_of(core.handle(told(f"r~1.{recoveries}" if recoveries else "r", recoveries), 2.0))
     assert end.failure is not None
     assert (end.failure.error, end.attempts, len(end.former)) == ("MigrationError", recoveries + 1, recoveries)
     quiet(core)
@@ -166,14 +166,28 @@ def test_a_later_life_has_the_time_that_is_left() -> None:
 
 def test_no_life_has_a_name_that_a_reader_gave() -> None:
     core = recovering()
-    core.handle(Submit(work("r~1", 1)), 0.0)
+    for name in ("r~2.1", "r~2.1~2.1"):
+        assert brief(core.handle(Submit(work(name, 1)), 0.0))[0].endswith(f" {name}~{core.taken}.0")
     core.handle(Submit(work("r", "cat", 1)), 0.0)
-    assert brief(core.handle(told("r", 0), 1.0))[-1] == "E0: submit r~1~"
-    assert core.reader_of("r~1~") == "r"
-    assert core.reader_of("r~1") == "r~1"
-    refused = end_of(core.handle(Submit(work("r~1~", 1)), 1.0))
-    assert refused.failure is not None
-    assert refused.failure.error == "RequestError"
+    assert brief(core.handle(told("r", 0), 1.0))[-1] == "E0: submit r~3.1"
+    assert core.reader_of("r~3.1") == "r"
+    assert brief(core.handle(Submit(work("r~3.1", 1)), 1.0))[0].endswith("submit r~3.1~4.0"), "it is free for readers"
+
+
+def test_what_an_instance_still_says_of_a_request_is_no_word_of_the_next_one_of_its_id() -> None:
+    """P0 gave r to D1 and died with its words; r went on and ended, its id is used again, and now D1 speaks of it."""
+    core = recovering("P0 P1 D0 D1")
+    core.handle(Submit(work("r", 4, max_tokens=2)), 0.0)
+    core.handle(PeerDown("P0"), 0.1)
+    core.handle(emit("r~1.1", 1, (0, 5)), 0.2)
+    core.handle(Moved("r~1.1", 1, "D0", 1, 0, "P1", 0), 0.2)
+    core.handle(emit("r~1.1", 1, (1, 6)), 0.3)
+    core.handle(Finished(request="r~1.1", attempt=1, reason="length", count=2, route=("P1", "D0")), 0.3)
+    quiet(core)
+    assert brief(core.handle(Submit(work("r", 7, max_tokens=2)), 0.4)) == ["P1: submit r~2.0"]
+    assert brief(core.handle(emit("r~2.0", 0, (0, 50)), 0.5)) == ["deliver r#0=50"]
+    assert brief(core.handle(Moved("r", 0, "D1", 1, 0, "P0", 0), 0.5)) == ["D1: forget r"]
+    assert brief(core.handle(emit("r", 0, (1, 6)), 0.6)) == []
 
 
 def test_a_life_that_was_preempted_before_it_was_lost_is_forgotten_wherever_it_was() -> None:
@@ -184,7 +198,7 @@ def test_a_life_that_was_preempted_before_it_was_lost_is_forgotten_wherever_it_w
     assert brief(core.handle(back, 1.0)) == ["E0: submit r"]
     core.handle(Moved("r", 1, "P1", 1), 1.0)
     out = brief(core.handle(PeerDown("P1"), 2.0))
-    assert out == ["E0: forget r", "P1: forget r", "P0: forget r", "D0: forget r", "E0: submit r~2"]
+    assert out == ["E0: forget r", "P1: forget r", "P0: forget r", "D0: forget r", "E0: submit r~1.2"]
 
 
 @pytest.mark.parametrize("wrong", [{"recoveries": -1}, {"wait_s": -1.0}, {"kept_bytes": -1}, {"recoveries": 1.5}])

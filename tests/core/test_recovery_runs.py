@@ -15,7 +15,7 @@ import pytest
 from support.core_tables import work
 from support.deadly import deadly_cluster
 from support.every_order import Search
-from trinity.core import frontend_request
+from trinity.core import frontend, frontend_request
 from trinity.core.failure_policy import FailurePolicy
 from trinity.core.frontend import FrontendCore
 from trinity.core.frontend_request import FrontendRequest
@@ -181,7 +181,7 @@ def test_a_death_and_a_return_in_every_order_leave_nothing_behind(placement: str
 
 def nameless(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each life keeps the first one's name."""
-    monkeypatch.setattr(FrontendRequest, "next_name", lambda self, *taken: self.id)
+    monkeypatch.setattr(frontend, "name_life", lambda request, number, attempt: request)
 
 
 def unforgotten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -246,9 +246,9 @@ def unwaiting(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request at no instance counts as one at a lost instance."""
     wait = FrontendRequest.wait
 
-    def lost(self: FrontendRequest, retry_at: float) -> None:
+    def lost(self: FrontendRequest, *times: float) -> None:
         hops = self.hops
-        wait(self, retry_at)
+        wait(self, *times)
         self.waits, self.hops = False, hops
 
     monkeypatch.setattr(FrontendRequest, "wait", lost)

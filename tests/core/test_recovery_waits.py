@@ -43,7 +43,7 @@ def test_those_that_wait_go_on_in_the_order_in_which_they_came() -> None:
     core.handle(PeerDown("P0"), 1.0)
     core.handle(Submit(work("new", 1)), 2.0)
     out = core.handle(replace(peer_up("P0"), epoch=1), 3.0)
-    assert brief(out) == ["P0: submit old~1", "P0: submit older~1", "P0: submit new"]
+    assert brief(out) == ["P0: submit old~1.1", "P0: submit older~2.1", "P0: submit new"]
 
 
 def test_a_lost_request_waits_where_nobody_else_has_its_stage() -> None:
@@ -52,7 +52,7 @@ def test_a_lost_request_waits_where_nobody_else_has_its_stage() -> None:
     assert brief(core.handle(PeerDown("D0"), 1.0)) == LEFT[:-1]
     assert brief(core.handle(PeerDown("E0"), 1.5)) == []
     assert brief(core.handle(replace(peer_up("D0"), epoch=1), 2.0)) == [], "and where its first stage is away"
-    assert brief(core.handle(replace(peer_up("E0"), epoch=1), 3.0)) == ["E0: submit r~1"]
+    assert brief(core.handle(replace(peer_up("E0"), epoch=1), 3.0)) == ["E0: submit r~1.1"]
 
 
 def test_the_last_token_needs_no_decode() -> None:
@@ -121,27 +121,52 @@ def test_a_source_that_has_not_heard_who_is_up_gets_it_again_after_pauses_that_d
     core.handle(Submit(work("r", "cat", 1)), 0.0)
     now, pauses = 0.0, []
     for life in range(8):
-        name = f"r~{life}" if life else "r"
+        name = f"r~1.{life}" if life else "r"
         assert brief(core.handle(told(name, life, cause=NOWHERE), now)) == [f"E0: forget {name}"]
         due = core.next_timer()
         assert due is not None
         pauses.append(round(due - now, 3))
         now = due
-        assert brief(core.handle(Tick(), now)) == [f"E0: submit r~{life + 1}"]
+        assert brief(core.handle(Tick(), now)) == [f"E0: submit r~1.{life + 1}"]
     assert pauses == [0.05, 0.1, 0.2, 0.4, 0.8, 1.0, 1.0, 1.0]
-    assert brief(core.handle(told("r~8", 8), now))[-1] == "E0: submit r~9"
-    assert end_of(core.handle(told("r~9", 9), now)).reason == "error"
+    assert brief(core.handle(told("r~1.8", 8), now))[-1] == "E0: submit r~1.9"
+    assert end_of(core.handle(told("r~1.9", 9), now)).reason == "error"
 
 
 def test_it_is_not_sent_to_and_fro_for_longer_than_it_may_wait() -> None:
     core = recovering("E0 P0 D0", wait_s=1.0)
     core.handle(Submit(work("r", "cat", 1)), 0.0)
-    core.handle(told("r", 0, cause=NOWHERE), 1.0)
-    core.handle(Tick(), 1.05)
-    end = end_of(core.handle(told("r~1", 1, cause=NOWHERE), 2.5))
+    now = 1.0
+    for life in range(5):  # 0.05, 0.1, 0.2, 0.4 and what is left of a second
+        core.handle(told(f"r~1.{life}" if life else "r", life, cause=NOWHERE), now)
+        now = core.next_timer() or 0.0
+        assert core.handle(Tick(), now)
+        now += 10.0  # at an instance, which counts for nothing
+    end = end_of(core.handle(told("r~1.5", 5, cause=NOWHERE), now))
     assert end.failure is not None
     assert end.failure.error == "MigrationError"
     quiet(core)
+
+
+def test_time_at_instances_is_no_waiting() -> None:
+    """It waited once, and was served for longer than it might have waited: that does not cost its recoveries."""
+    core = recovering("E0 P0 D0", wait_s=5.0)
+    core.handle(PeerDown("D0"), 0.0)
+    core.handle(Submit(work("r", 4, max_tokens=4)), 1.0)
+    assert brief(core.handle(replace(peer_up("D0"), epoch=1), 2.0)) == ["P0: submit r"]
+    core.handle(told("r", 0, cause=NOWHERE, route=("P0",)), 10.0)
+    assert core.next_timer() == pytest.approx(10.05)
+    assert brief(core.handle(Tick(), 10.1)) == ["P0: submit r~1.1"]
+
+
+def test_what_was_never_sent_again_is_no_life_and_was_not_recomputed() -> None:
+    for wait_s in (0.0, 5.0):
+        core = recovering("E0 P0 D0", wait_s=wait_s)
+        table(core, AT_D0)
+        out = core.handle(PeerDown("D0"), 1.0) + core.handle(Tick(), 6.5)
+        end = end_of(out)
+        assert (end.reason, end.lives, len(end.former), end.recomputed) == ("error", 1, 1, 0)
+        quiet(core)
 
 
 # ---------------------------------------------------------------- inputs
@@ -157,7 +182,7 @@ def test_inputs_are_kept_within_a_bound_and_sent_again() -> None:
     core.handle(replace(with_pixels(41), work=work("s", "cat", 1)), 0.0)
     assert (core.kept_bytes, core.waiting_bytes) == (60, 101)
     assert submitted(core.handle(told("r", 0), 1.0)).inputs == ("pixels",)
-    core.handle(emit("r~1", 1, (0, 5)), 2.0)
+    core.handle(emit("r~1.1", 1, (0, 5)), 2.0)
     assert (core.kept_bytes, core.waiting_bytes) == (60, 41)
 
 
@@ -167,20 +192,20 @@ def test_inputs_that_are_not_kept_are_made_again() -> None:
     assert submitted(first).inputs == ("pixels",)
     assert core.entries["r"].inputs == ()
     out = core.handle(told("r", 0), 1.0)
-    assert [each for each in out if isinstance(each, Prepare)] == [Prepare("r")]
+    assert [each for each in out if isinstance(each, Prepare)] == [Prepare("r", "r~1.1")]
     assert not sent(out, Submit)
     assert not core.handle(PeerUp("E9", "E", 0), 1.5), "it is being prepared: not twice at once"
     contents = tuple(span.content for span in core.entries["r"].work.media)
-    again = submitted(core.handle(Prepared("r", ("new pixels",), contents), 2.0))
-    assert (again.inputs, again.work.request) == (("new pixels",), "r~1")
+    again = submitted(core.handle(Prepared("r~1.1", ("new pixels",), contents), 2.0))
+    assert (again.inputs, again.work.request) == (("new pixels",), "r~1.1")
     assert core.entries["r"].inputs == ()
 
 
 @pytest.mark.parametrize(
     ("answer", "error"),
     [
-        (Prepared("r", failure=Failure("BadMedia", "the file is gone")), "BadMedia"),
-        (Prepared("r", ("other",), ("another image",)), "BadMedia"),
+        (Prepared("r~1.1", failure=Failure("BadMedia", "the file is gone")), "BadMedia"),
+        (Prepared("r~1.1", ("other",), ("another image",)), "BadMedia"),
     ],
 )
 def test_media_that_are_others_by_now_end_the_request(answer: Prepared, error: str) -> None:
@@ -202,7 +227,7 @@ def test_inputs_that_are_being_made_are_waited_for_longer_than_a_stage() -> None
     assert brief(core.handle(Tick(), 11.5)) == []
     assert core.next_timer() is None
     contents = tuple(span.content for span in core.entries["r"].work.media)
-    assert brief(core.handle(Prepared("r", ("pixels",), contents), 12.0)) == ["E0: submit r~1"]
+    assert brief(core.handle(Prepared("r~1.1", ("pixels",), contents), 12.0)) == ["E0: submit r~1.1"]
 
 
 def test_inputs_made_for_a_request_that_has_left_are_not_those_of_the_next_one_of_its_name() -> None:
@@ -212,14 +237,39 @@ def test_inputs_made_for_a_request_that_has_left_are_not_those_of_the_next_one_o
     core.handle(Abort("r", "cancelled"), 2.0)
     core.handle(PeerDown("E0"), 2.0)
     core.handle(replace(with_pixels(60), work=work("r", "dog", 1)), 3.0)
-    assert not core.handle(Prepared("r", ("old pixels",), ("cat",)), 4.0)
+    assert not core.handle(Prepared("r~1.1", ("old pixels",), ("cat",)), 4.0)
     assert submitted(core.handle(replace(peer_up("E0"), epoch=1), 5.0)).inputs == ("pixels",)
+
+
+def test_inputs_made_again_for_one_that_must_wait_are_not_held() -> None:
+    """Nothing would bound them: a stage that is lost with 500 requests asks for the inputs of all."""
+    core = recovering("E0 P0 D0", kept_bytes=0)
+    core.handle(with_pixels(60), 0.0)
+    core.handle(told("r", 0), 1.0)
+    core.handle(PeerDown("E0"), 1.5)
+    contents = tuple(span.content for span in core.entries["r"].work.media)
+    assert not core.handle(Prepared("r~1.1", ("pixels",), contents), 2.0)
+    assert core.entries["r"].inputs == ()
+    assert core.handle(replace(peer_up("E0"), epoch=1), 3.0) == [Prepare("r", "r~1.1")]
+
+
+def test_inputs_made_for_a_former_request_of_that_id_are_no_other_ones_media() -> None:
+    core = recovering(kept_bytes=0)
+    core.handle(with_pixels(60), 0.0)
+    core.handle(told("r", 0), 1.0)
+    core.handle(Abort("r", "cancelled"), 2.0)
+    core.handle(replace(with_pixels(60), work=work("r", "dog", 1)), 3.0)
+    core.handle(told("r~2.0", 0), 4.0)
+    assert core.entries["r"].preparing
+    assert not core.handle(Prepared("r~1.1", ("a cat",), ("cat",)), 5.0)
+    contents = tuple(span.content for span in core.entries["r"].work.media)
+    assert submitted(core.handle(Prepared("r~2.1", ("a dog",), contents), 6.0)).inputs == ("a dog",)
 
 
 def test_text_needs_no_inputs() -> None:
     core = recovering(kept_bytes=0)
     core.handle(Submit(work("r", 1)), 0.0)
-    assert brief(core.handle(told("r", 0), 1.0))[-1] == "P1: submit r~1"
+    assert brief(core.handle(told("r", 0), 1.0))[-1] == "P1: submit r~1.1"
 
 
 def test_inputs_of_one_that_waits_are_there_when_it_is_sent() -> None:

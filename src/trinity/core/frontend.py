@@ -32,6 +32,7 @@ from trinity.core.frontend_request import (
     may_go_on,
     reason_for_reader,
 )
+from trinity.core.life_names import LifeNames, name_life
 from trinity.core.messages import (
     PREEMPTED,
     Cancel,
@@ -78,6 +79,7 @@ class FrontendCore:
         self.lives: dict[str, FrontendRequest] = {}  # by the name of its present life
         self.losses: dict[str, str] = {}  # why each instance was lost last
         self.waiting = self.taken = 0
+        self.names = LifeNames()
         self._alarms = Alarms(self.entries)
         self._out: list[Value] = []
         self._handlers: dict[type[Value], Callable[[Any, float], None]] = {
@@ -116,26 +118,25 @@ class FrontendCore:
         self.taken += 1
         work = replace(event.work, number=self.taken)
         problem = self._problem(work, event.input_bytes)
-        entry = FrontendRequest(work.request, work, inf if work.deadline_s is None else now + work.deadline_s)
+        work = work if problem else replace(work, request=self.names.name_first(work.request, self.taken))
+        entry = FrontendRequest(event.work.request, work, inf if work.deadline_s is None else now + work.deadline_s)
         if problem is None:
             entry.inputs, entry.input_bytes = event.inputs, event.input_bytes
             self._keep_inputs(entry)
             problem = self._start(entry, now)
         if problem is not None:
             self.kept_bytes -= entry.kept_bytes
-            self._out.append(End(work.request, "error", problem))
+            self._out.append(End(entry.id, "error", problem))
             return
-        self.entries[entry.id] = self.lives[entry.id] = entry
+        self.entries[entry.id] = self.lives[work.request] = entry
         self.waiting += 1
         self.waiting_bytes += event.input_bytes
         self._alarms.set(entry.deadline, entry.id)
 
     def _problem(self, work: Work, input_bytes: int) -> Failure | None:
-        known = work.request in self.entries or work.request in self.lives
-        problem = find_malformed(work, self.router, known)
-        if problem is not None:
-            return problem
-        return find_overload(self.waiting, self.max_waiting, self.waiting_bytes, input_bytes, self.max_waiting_bytes)
+        problem = find_malformed(work, self.router, work.request in self.entries)
+        held, most = self.waiting_bytes, self.max_waiting_bytes
+        return problem or find_overload(self.waiting, self.max_waiting, held, input_bytes, most)
 
     def _keep_inputs(self, entry: FrontendRequest) -> None:
         """Keep its inputs for a life after this one, if there may be one and there is room."""
@@ -157,7 +158,7 @@ class FrontendCore:
         if entry.dropped and not entry.inputs:
             self._wait(entry, now)
             entry.preparing = True
-            self._out.append(Prepare(entry.id))
+            self._out.append(Prepare(entry.id, entry.work.request))
             return None
         try:
             first = self.router.enter(entry.work)
@@ -171,9 +172,7 @@ class FrontendCore:
 
     def _wait(self, entry: FrontendRequest, now: float, pause_s: float = inf) -> None:
         """Let it wait until an instance comes up, or for so long."""
-        entry.wait(now + pause_s)
-        if self.failures.wait_s is not None:
-            entry.gives_up_at = min(entry.gives_up_at, now + self.failures.wait_s)
+        entry.wait(now, now + pause_s, self.failures.wait_s)
         self._alarms.set(entry.retry_at, entry.id)
         self._alarms.set(entry.gives_up_at, entry.id)
 
@@ -188,7 +187,7 @@ class FrontendCore:
 
     def _prepared(self, event: Prepared, now: float) -> None:
         """Send a request whose inputs were made once more, unless its media are others by now."""
-        entry = self.entries.get(event.request)
+        entry = self.lives.get(event.life)
         if entry is None or not entry.preparing:
             return
         entry.inputs, entry.preparing, failure = event.inputs, False, event.failure
@@ -337,13 +336,13 @@ class FrontendCore:
         """
         pause_s = None
         if finished.reason == PREEMPTED:
-            entry.gives_up_at = inf
+            entry.waited_s = 0.0
             entry.next_attempt(now, entry.work.request)
         elif entry.said:
             return replace(finished, reason=entry.said, failure=None, count=entry.delivered)
         else:
             pause_s = entry.count_loss(finished, waits=self.failures.wait_s != 0)
-            if not self.failures.recoveries or entry.recoveries > self.failures.recoveries or now >= entry.gives_up_at:
+            if entry.may_not_go_on(self.failures):
                 return after_losses(finished, len(entry.former))
             self._leave(entry, finished, now)
         problem = None
@@ -359,10 +358,10 @@ class FrontendCore:
     def _leave(self, entry: FrontendRequest, finished: Finished, now: float) -> None:
         """Leave this life of a request, which no instance is to go on with, for the next one, under another name."""
         work = entry.work
-        entry.end_life(finished, now)
         attempted = entry.past.route if entry.past is not None else ()  # by this life, before it was preempted
         self._forget(work.request, work.attempt, (entry.first, *finished.route, *entry.route, *attempted))
-        name = entry.next_name(self.entries, self.lives)
+        entry.end_life(finished, now)
+        name = name_life(entry.id, work.number, work.attempt + 1)
         self.lives[name] = self.lives.pop(work.request)
         entry.next_attempt(now, name)
 
@@ -395,5 +394,5 @@ class FrontendCore:
         failure = finished.failure if finished is not None and reason == "error" else None
         if reason == "deadline":
             failure = Failure("DeadlineExceeded", f"the deadline passed after {entry.delivered} tokens")
-        told = (entry.work.attempt + 1, entry.former, entry.recomputed)
+        told = (entry.work.attempt + 1, entry.former, entry.recomputed, entry.lives)
         self._out.append(End(entry.id, reason, failure, finished, *told))

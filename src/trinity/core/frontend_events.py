@@ -17,9 +17,9 @@ class Abort(Value, frozen=True):
 
 
 class Prepared(Value, frozen=True):
-    """Shell to front end: the inputs of a request were made once more, or could not be; ``contents``: of its media."""
+    """Shell to front end: inputs were made once more for this life, or could not be; ``contents``: of its media."""
 
-    request: str
+    life: str
     inputs: tuple[Any, ...] = ()
     contents: tuple[str, ...] = ()
     failure: Failure | None = None
@@ -34,9 +34,10 @@ class Deliver(Value, frozen=True):
 
 
 class Prepare(Value, frozen=True):
-    """Front end to shell: make the inputs of this request's media once more; answered by one Prepared."""
+    """Front end to shell: make the inputs of this request's media once more, for this life; Prepared answers."""
 
     request: str
+    life: str
 
 
 class FormerLife(Value, frozen=True):
@@ -56,7 +57,7 @@ class End(Value, frozen=True):
     """Front end to reader: the end of a request. ``reason``: stop, length, cancelled, deadline or error.
 
     ``attempts``: how often it was sent to its first stage. ``former``: its lives that ended early. ``recomputed``:
-    positions that were prefilled because of that.
+    positions that were prefilled because of that. ``lives``: how many of its lives were sent to an instance.
     """
 
     request: str
@@ -66,3 +67,4 @@ class End(Value, frozen=True):
     attempts: int = 1
     former: tuple[FormerLife, ...] = ()
     recomputed: int = 0
+    lives: int = 1

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
+from trinity.core.failure_policy import FailurePolicy
 from trinity.core.frontend_events import FormerLife
 from trinity.core.messages import NOWHERE, PREEMPTED, Failure, Finished, Sampled, Work
 
+ROUNDING_S = 1e-3  # of sums of pauses: one that is short of its wait by less has waited
 PAUSE_S, MOST_PAUSE_S = 0.05, 1.0  # before a request goes back to one that has not heard yet who is up
 
 
@@ -32,7 +33,8 @@ class FrontendRequest:
       at the last one. ``prefilled_at``: the life that sends its first token, where another one decodes.
     - ``lost``: the instance that was lost with it, once that is known.
     - ``waits``: it is at no instance, until one with the stage that it needs is up, or till ``retry_at``; at
-      ``gives_up_at`` (clock times) it is given up. ``pauses``: how often it was told that an instance is away.
+      ``gives_up_at`` (clock times) it is given up. ``waited_s``: how long it waited before that, since its last loss.
+      ``pauses``: how often it was told that an instance is away.
     - ``dropped``: its inputs are not kept, so that they must be prepared again before it can be sent again;
       ``preparing``: they are just now.
     - ``recomputing``: positions to prefill because a former life was lost; ``recomputed``: of lives that have ended.
@@ -66,6 +68,8 @@ class FrontendRequest:
     waits: bool = False
     retry_at: float = inf
     gives_up_at: float = inf
+    waited_s: float = 0.0
+    waits_since: float = 0.0
     pauses: int = 0
 
     @property
@@ -79,6 +83,16 @@ class FrontendRequest:
         if self.tokens and self.tokens[-1] in self.work.stop_ids:
             return "stop"
         return "length" if self.tokens and len(self.tokens) >= self.work.max_tokens else ""
+
+    @property
+    def lives(self) -> int:
+        """Count of its lives that were sent to an instance; 1 where none was."""
+        return max(1, len(self.former) + bool(self.first))
+
+    def may_not_go_on(self, policy: FailurePolicy) -> bool:
+        """True where it has had its recoveries, or has waited as long as it may."""
+        waited = policy.wait_s is not None and self.waited_s + ROUNDING_S >= policy.wait_s > 0
+        return waited or not policy.recoveries or self.recoveries > policy.recoveries
 
     def is_due(self, alarm: float) -> bool:
         """True where this clock time still means something to it."""
@@ -99,15 +113,8 @@ class FrontendRequest:
         if waits and finished.failure is not None and finished.failure.fields.get("cause") == NOWHERE:
             self.pauses += 1
             return min(MOST_PAUSE_S, PAUSE_S * 2.0 ** min(self.pauses - 1, 10))
-        self.recoveries, self.pauses, self.gives_up_at = self.recoveries + 1, 0, inf
+        self.recoveries, self.pauses, self.waited_s = self.recoveries + 1, 0, 0.0
         return None
-
-    def next_name(self, *taken: Container[str]) -> str:
-        """Name of the next life of it, among the instances: none of those that are ``taken``."""
-        name = f"{self.id}~{self.work.attempt + 1}"
-        while any(name in each for each in taken):  # somebody's id
-            name += "~"
-        return name
 
     def next_attempt(self, now: float, name: str) -> None:
         """Go on with its tokens so far, as part of what is prefilled, and with the time that is left."""
@@ -117,14 +124,23 @@ class FrontendRequest:
 
     def enter(self, first: Life, now: float) -> None:
         """Note that this life of it is sent to its first instance."""
+        self.waited_s += now - self.waits_since if self.waits else 0.0
         self.first, self.hops, self.began = first.name, {0: first}, now
         self.finished = self.prefilled_at = self.lost = None
-        self.base, self.waits, self.retry_at = self.delivered, False, inf
+        self.base, self.waits, self.retry_at, self.gives_up_at = self.delivered, False, inf, inf
+        self.recomputing = len(self.work.prompt) + self.delivered if self.former else 0
 
-    def wait(self, retry_at: float) -> None:
-        """Note that it is at no instance, and what is left of its former life is not waited for."""
+    def wait(self, now: float, retry_at: float, wait_s: float | None) -> None:
+        """Note that it is at no instance, for ``wait_s`` at most, and what is left of its former life is not awaited.
+
+        Inputs that are not kept are prepared again once they can be sent: nothing bounds those that wait here.
+        """
+        if not self.waits:
+            self.waits_since = now
+            self.gives_up_at = inf if wait_s is None else now + max(0.0, wait_s - self.waited_s)
         self.first, self.hops, self.waits, self.retry_at = "", {}, True, retry_at
         self.finished = self.prefilled_at = self.lost = None
+        self.inputs = () if self.dropped and self.work.attempt else self.inputs
 
     def end_life(self, finished: Finished, now: float) -> None:
         """Note how a loss ended a life of it. Tokens that came ahead of a missing one will come again."""
@@ -133,7 +149,7 @@ class FrontendRequest:
         route = finished.route or self.route
         self.former += (FormerLife(why, self.delivered, now - self.began, route, finished.spans),)
         self.early.clear()
-        self.recomputing = len(self.work.prompt) + self.delivered
+        self.first = ""
 
     def count_recomputed(self, finished: Finished) -> None:
         """Count what this life prefilled because of a loss: nothing where nobody knows whether it came to that."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Literal
 
@@ -52,7 +53,9 @@ class FrontendHost:
         self.processor: RequestProcessor | None = None
         self.opened: PipelineState = "new"
         self.preparing = self.departures = 0
-        self._preparing_again: set[asyncio.Future[None]] = set()
+        self._preparing_again: set[asyncio.Task[None]] = set()
+        self._events: deque[Value] = deque()
+        self._carrying = False
         self._broken: BaseException | None = None
         self._ways = TransferWays()
         self._timer: asyncio.TimerHandle | None = None
@@ -137,7 +140,10 @@ class FrontendHost:
             stream.end(End(stream.request.request_id, "cancelled"))
 
     def on_end(self, stream: Stream) -> None:
-        """Count a request that has ended, and add it to the trace."""
+        """Count a request that has ended, and add it to the trace. Its inputs are prepared no further."""
+        for task in self._preparing_again:
+            if task.get_name() == stream.request.request_id:
+                task.cancel()
         self.streams.pop(stream.request.request_id, None)
         record_end(stream, self._metrics, self._trace)
         self._ways.note(stream.output.transfers, self.core.router.peers)
@@ -157,7 +163,22 @@ class FrontendHost:
     # ---------------------------------------------------------------- events and commands
 
     def post(self, event: Value) -> None:
-        """Pass an event to the front end and carry out its commands."""
+        """Pass an event to the front end and carry out its commands.
+
+        One that comes meanwhile, as of a reader whose stop string a token ends, is handled behind the last command:
+        what it commands must not overtake them.
+        """
+        self._events.append(event)
+        if self._carrying:
+            return
+        self._carrying = True
+        try:
+            while self._events:
+                self._carry_out(self._events.popleft())
+        finally:
+            self._carrying = False
+
+    def _carry_out(self, event: Value) -> None:
         before = len(self.core.entries)
         for command in self.core.handle(event, time.monotonic()):
             if isinstance(command, Deliver) and command.request in self.streams:
@@ -167,22 +188,22 @@ class FrontendHost:
             elif isinstance(command, Send):
                 self.send_to_peer(command.to, command.message)
             elif isinstance(command, Prepare):
-                self._start_to_prepare(command.request)
+                self._start_to_prepare(command.request, command.life)
         self._arm()
         if len(self.core.entries) < before:
             self._note_departure()
 
-    def _start_to_prepare(self, request_id: str) -> None:
+    def _start_to_prepare(self, request_id: str, life: str) -> None:
         """Make the inputs of a request once more, of which none are left, and send it on with them."""
         stream, processor = self.streams.get(request_id), self.processor
         if stream is not None and processor is not None:  # else its reader has left meanwhile
-            task = asyncio.ensure_future(self._prepare_again(stream.request, processor))
+            task = asyncio.create_task(self._prepare_again(stream.request, life, processor), name=request_id)
             self._preparing_again.add(task)
             task.add_done_callback(self._preparing_again.discard)
             task.add_done_callback(lambda _: self._note_departure())
 
-    async def _prepare_again(self, request: Request, processor: RequestProcessor) -> None:
-        self.post(await prepare_again(request, processor))
+    async def _prepare_again(self, request: Request, life: str, processor: RequestProcessor) -> None:
+        self.post(await prepare_again(request, life, processor))
 
     def _note_departure(self) -> None:
         self.departures += 1

@@ -9,15 +9,16 @@ from trinity.preprocess.processor import RequestProcessor
 from trinity.request import Request
 
 
-async def prepare_again(request: Request, processor: RequestProcessor) -> Prepared:
-    """Prepare a request once more, off the loop. Only its inputs are taken: its tokens and its seed stay as they are.
+async def prepare_again(request: Request, life: str, processor: RequestProcessor) -> Prepared:
+    """Prepare a request once more for this life of it, off the loop.
 
-    A file or an address may have other content by now: ``Prepared.contents`` tells. Raises nothing.
+    Only its inputs are taken: its tokens and its seed stay as they are. A file or an address may have other
+    content by now: ``Prepared.contents`` tells. Raises nothing.
     """
     try:
         made = await processor.aprocess(request)
     except TrinityError as error:
         kind = type(error).__name__ if isinstance(error, RequestError) else "RequestError"
         text = f"an instance was lost with the request, and its media cannot be read once more: {error}"
-        return Prepared(request.request_id, failure=Failure(kind, text))
-    return Prepared(request.request_id, made.inputs, tuple(span.content for span in made.work.media))
+        return Prepared(life, failure=Failure(kind, text))
+    return Prepared(life, made.inputs, tuple(span.content for span in made.work.media))

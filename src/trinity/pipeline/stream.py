@@ -291,7 +291,7 @@ class Stream:
             preemptions=finished.preemptions if finished else 0,
             route=list(finished.route) if finished else [],
             attempts=event.attempts,
-            lives=1 + len(event.former),
+            lives=event.lives,
             former_lives=[msgspec.structs.asdict(each) for each in event.former],
             recomputed_tokens=event.recomputed,
             logprobs=self._logprobs if asked else [],

@@ -329,7 +329,8 @@ class SimulatedCluster(EventLoop):
 
     def _stops(self, name: str, request: str) -> bool:
         """Check if the request's next token is the last one of its output."""
-        return self.workers[name].core.state.requests[request].outputs + 1 == self.jobs[int(request)].max_tokens
+        job = self.jobs[int(self.frontend.reader_of(request))]
+        return self.workers[name].core.state.requests[request].outputs + 1 == job.max_tokens
 
 
 def _schedule_groups(group: int, layers: int, seconds: float) -> list[tuple[float, tuple[int, int] | None]]:
