@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -134,6 +135,28 @@ async def test_those_of_one_host_give_way_to_those_of_another() -> None:
                 while sum(map(is_open, others)) >= PLACES:
                     await asyncio.sleep(0.02)
             assert is_open(first)
+
+
+async def test_who_gave_way_while_the_listener_closes_leaves_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Cancelled twice, for its place and for the end, as its streams open: they are closed all the same."""
+    monkeypatch.setattr(listeners, "MAX_UNAUTHENTICATED", 1)
+    goes_on, writers, opens = asyncio.Event(), [], listeners._open_streams
+
+    async def open_late(*given: Any) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        await goes_on.wait()
+        streams = await opens(*given)
+        writers.append(streams[1])
+        return streams
+
+    monkeypatch.setattr(listeners, "_open_streams", open_late)
+    async with asyncio.timeout(LIVENESS_S), listen(ANYWHERE, SECRET, b"server", echo) as bound:
+        with await asyncio.to_thread(knock, bound) as first, await asyncio.to_thread(knock, bound):
+            while is_open(first):  # until it gave way
+                await asyncio.sleep(0.01)
+            goes_on.set()
+            while not writers:
+                await asyncio.sleep(0)  # and the listener closes in the turn in which the streams are open
+    assert all(each.transport.is_closing() for each in writers)
 
 
 async def test_who_gives_way_is_told_and_comes_back(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,6 +27,7 @@ from trinity.remote import channel as channels
 from trinity.remote.channel import Address, Channel, abort_writer, exchange_hellos
 from trinity.remote.handshake import CROWDED, shake_hands
 from trinity.remote.tls import BUSY_ALERT, TLSConfig, expect_tls
+from trinity.runtime.shielded_wait import wait_shielded
 
 logger = logging.getLogger("trinity")
 MAX_UNAUTHENTICATED = 128  # connections without a proof, at once; a quarter of the descriptors where these are few
@@ -161,13 +162,16 @@ async def _drop(
     """End a connection that proved nothing, and wait until no transport has its descriptor any more.
 
     A handshake is not cancelled: asyncio's transport may outlive that for half a minute, and whoever gets the
-    descriptor next would meet it. It ends as it reads the end of the connection.
+    descriptor next would meet it. It ends as it reads the end of the connection. Who waits here may be cancelled
+    again, as one that gave way while the listener closes: the writer is dropped all the same.
     """
     with suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
-    await asyncio.wait([opening])
-    if not opening.cancelled() and opening.exception() is None:
-        abort_writer(opening.result()[1])
+    try:
+        await wait_shielded(asyncio.ensure_future(asyncio.wait([opening])))
+    finally:
+        if not opening.cancelled() and opening.exception() is None:
+            abort_writer(opening.result()[1])
 
 
 async def _open_streams(
