@@ -11,13 +11,9 @@ import pytest
 from support.supervised_world import LOAD_S, STUCK_S, Life, World
 from trinity.core.messages import Tick
 from trinity.remote.supervisor_core import (
-    BACKOFF_S,
     LONGEST_AWAY_S,
-    LONGEST_BACKOFF_S,
-    LONGEST_BY_HAND_S,
     MEET_S,
     RELINK_S,
-    STEADY_S,
     SUSPECT_S,
     LifePhase,
     SupervisorCore,
@@ -179,39 +175,6 @@ def test_of_another_life_nothing_is_heard() -> None:
 
 
 # ---------------------------------------------------------------- pauses
-
-
-def pauses(core: SupervisorCore, name: str, times: int, serves_s: float | None) -> list[float]:
-    """Lost so many times, after serving for a while or before it came up; the pauses before each start."""
-    found, now = [], 100.0
-    for _ in range(times):
-        epoch = core.members[name].epoch
-        if serves_s is not None:
-            come_up(core, name, epoch, now)
-            now += serves_s
-        core.handle(Lost(name, epoch, "gone"), now)
-        core.handle(Ended(name, epoch), now)
-        due = core.next_timer()
-        assert due is not None
-        found.append(round(due - now, 6))
-        now = due
-        assert any(isinstance(each, Launch) for each in core.handle(Tick(), now))
-    return found
-
-
-def test_restarts_go_on_for_ever_with_growing_pauses() -> None:
-    found = pauses(core_of("D", up=False), "D", 40, None)
-    assert found[:4] == [BACKOFF_S, 2 * BACKOFF_S, 4 * BACKOFF_S, 8 * BACKOFF_S]
-    assert found == sorted(found)
-    assert found[-1] == LONGEST_AWAY_S
-    often = core_of("D", up=False)
-    assert pauses(often, "D", 20, 1.0)[-1] == LONGEST_BACKOFF_S
-    assert pauses(often, "D", 2, None) == [
-        BACKOFF_S,
-        2 * BACKOFF_S,
-    ]  # counted by themselves
-    assert pauses(core_of("D", "D", up=False), "D", 20, None)[-1] == LONGEST_BY_HAND_S
-    assert set(pauses(core_of("D", up=False), "D", 20, STEADY_S)) == {BACKOFF_S}
 
 
 def test_health_says_who_is_away_and_why() -> None:
