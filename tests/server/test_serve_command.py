@@ -166,7 +166,12 @@ def test_arguments_and_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_survives_a_loss_is_an_argument_too() -> None:
     model = str(checkpoint("llama"))
-    for words, wanted in (([], FailurePolicy()), (["--recoveries=0", "--wait=0"], NO_RECOVERY)):
+    few = FailurePolicy(retry_share=0.05)
+    for words, wanted in (
+        ([], FailurePolicy()),
+        (["--recoveries=0", "--wait=0"], NO_RECOVERY),
+        (["--retry-share=.05"], few),
+    ):
         pipe = make_served_pipeline(_make_parser().parse_args([model, "--placement=PD", *words]))
         assert pipe._frontend.core.failures == wanted
     with pytest.raises(ConfigError, match="recoveries"):

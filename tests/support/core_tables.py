@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 from trinity.core import InstanceCore
 from trinity.core.block_pool import DIGEST, media_keys, prefix_keys
 from trinity.core.frontend import Deliver, End, FrontendCore
+from trinity.core.frontend_events import Prepare
 from trinity.core.instance.state import Settings
 from trinity.core.messages import (
     IMAGE,
@@ -168,6 +169,8 @@ def _line(value: Value) -> str:
         return f"collect {value.request} {items}"
     if isinstance(value, Close):
         return f"close {value.request}"
+    if isinstance(value, Prepare):
+        return f"prepare {value.life}"
     if isinstance(value, Deliver):
         return f"deliver {value.request}#{value.index}={value.sampled.token}"
     assert isinstance(value, End)

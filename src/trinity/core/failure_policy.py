@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trinity.errors.arguments import Count, Number, check_arguments
+from trinity.errors.arguments import Count, Number, Share, Whole, check_arguments
 
 
 @check_arguments
@@ -17,6 +17,8 @@ class FailurePolicy:
     - ``recoveries`` (count, 2): times that a request goes on; 0: it ends with ``StageError`` or ``MigrationError``.
     - ``wait_s`` (seconds, 600): time that a request waits for a stage that no instance has just now, before it is
       ``Overloaded``; None: until its deadline.
+    - ``retry_share`` (0.2), ``retry_floor`` (count, 8): so many requests go on at once after losses, as a share of those
+      in the front end, and at least. The others wait for their turn there, the oldest first.
     - ``kept_bytes`` (bytes, 1 GiB): of pixels kept for recoveries, of all requests; beyond it they are prepared again.
 
     Raises ``ConfigError``.
@@ -25,6 +27,12 @@ class FailurePolicy:
     recoveries: Count = 2
     wait_s: Number | None = 600.0
     kept_bytes: Count = 1 << 30
+    retry_share: Share = 0.2
+    retry_floor: Whole = 8
+
+    def most_retries(self, requests: int) -> int:
+        """Count those that may go on at once, of so many requests in the front end."""
+        return max(self.retry_floor, int(self.retry_share * requests))
 
 
 NO_RECOVERY = FailurePolicy(recoveries=0, wait_s=0.0)

@@ -16,13 +16,12 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from trinity.core.alarms import Alarms
 from trinity.core.failure_policy import NO_RECOVERY, FailurePolicy
-from trinity.core.front_door import find_malformed, find_misfit, find_overload
+from trinity.core.front_door import find_malformed, find_overload
 from trinity.core.frontend_events import Abort as Abort
 from trinity.core.frontend_events import Deliver as Deliver
 from trinity.core.frontend_events import End as End
-from trinity.core.frontend_events import Prepare, Prepared
+from trinity.core.frontend_events import Prepared
 from trinity.core.frontend_losses import end_of_loss, find_loss, whom_to_cancel
 from trinity.core.frontend_request import (
     FrontendRequest,
@@ -32,6 +31,7 @@ from trinity.core.frontend_request import (
     may_go_on,
     reason_for_reader,
 )
+from trinity.core.frontend_starts import FrontendStarts
 from trinity.core.life_names import LifeNames, name_life
 from trinity.core.messages import (
     PREEMPTED,
@@ -53,12 +53,12 @@ from trinity.core.messages import (
     Value,
     Work,
 )
-from trinity.core.routing import BadChoice, Router, RoutingPolicy
+from trinity.core.routing import RoutingPolicy
 
 MAX_WAITING_BYTES = 4 << 30
 
 
-class FrontendCore:
+class FrontendCore(FrontendStarts):
     """``handle(event, now) -> [command]``: Send to instances, Deliver and End to readers.
 
     ``max_waiting`` bounds the requests that have no token yet, ``max_waiting_bytes`` the bytes of their inputs;
@@ -72,16 +72,10 @@ class FrontendCore:
         max_waiting_bytes: int = MAX_WAITING_BYTES,
         failures: FailurePolicy = NO_RECOVERY,
     ) -> None:
-        self.router, self.failures = Router(policy), failures
+        super().__init__(policy, failures)
         self.max_waiting, self.max_waiting_bytes = max_waiting, max_waiting_bytes
-        self.waiting_bytes = self.kept_bytes = 0
-        self.entries: dict[str, FrontendRequest] = {}
-        self.lives: dict[str, FrontendRequest] = {}  # by the name of its present life
-        self.losses: dict[str, str] = {}  # why each instance was lost last
-        self.waiting = self.taken = 0
+        self.waiting_bytes = self.waiting = self.taken = 0
         self.names = LifeNames()
-        self._alarms = Alarms(self.entries)
-        self._out: list[Value] = []
         self._handlers: dict[type[Value], Callable[[Any, float], None]] = {
             Emit: self._emit,
             Finished: self._finished,
@@ -102,6 +96,8 @@ class FrontendCore:
         handler = self._handlers.get(type(event))
         if handler is not None:
             handler(event, now)
+            if self.retries.waiting or self.preparations.waiting:
+                self._begin_next(now)
         return self._out
 
     def next_timer(self) -> float | None:
@@ -138,66 +134,6 @@ class FrontendCore:
         held, most = self.waiting_bytes, self.max_waiting_bytes
         return problem or find_overload(self.waiting, self.max_waiting, held, input_bytes, most)
 
-    def _keep_inputs(self, entry: FrontendRequest) -> None:
-        """Keep its inputs for a life after this one, if there may be one and there is room."""
-        again = self.failures.recoveries > 0 or any(peer.returns for peer in self.router.peers.values())
-        if again and self.kept_bytes + entry.input_bytes <= self.failures.kept_bytes:
-            entry.kept_bytes = entry.input_bytes
-            self.kept_bytes += entry.kept_bytes
-        else:
-            entry.dropped = bool(entry.inputs)
-
-    def _start(self, entry: FrontendRequest, now: float) -> Failure | None:
-        """Send a request to its first stage, or have it wait while one that it needs is away. Returns why neither."""
-        problem = find_misfit(self.router, entry.work, self.losses)
-        if problem is not None:
-            if problem.error != "Overloaded" or self.failures.wait_s == 0 or now >= entry.gives_up_at:
-                return problem
-            self._wait(entry, now)
-            return None
-        if entry.dropped and not entry.inputs:
-            self._wait(entry, now)
-            entry.preparing = True
-            self._out.append(Prepare(entry.id, entry.work.request))
-            return None
-        try:
-            first = self.router.enter(entry.work)
-        except BadChoice as choice:
-            return Failure("StageError", str(choice))
-        assert first is not None
-        self._out.append(Send(first, Submit(entry.work, entry.inputs, tokens=tuple(entry.tokens))))
-        entry.enter(Life(first, self.router.peers[first].epoch), now)
-        entry.inputs = () if entry.dropped else entry.inputs
-        return None
-
-    def _wait(self, entry: FrontendRequest, now: float, pause_s: float = inf) -> None:
-        """Let it wait until an instance comes up, or for so long."""
-        entry.wait(now, now + pause_s, self.failures.wait_s)
-        self._alarms.set(entry.retry_at, entry.id)
-        self._alarms.set(entry.gives_up_at, entry.id)
-
-    def _try_again(self, entry: FrontendRequest, now: float) -> None:
-        problem = None if entry.preparing else self._start(entry, now)
-        if problem is not None:
-            self._give_up(entry, problem)
-
-    def _give_up(self, entry: FrontendRequest, why: Failure) -> None:
-        entry.finish("error", why)
-        self._conclude(entry)
-
-    def _prepared(self, event: Prepared, now: float) -> None:
-        """Send a request whose inputs were made once more, unless its media are others by now."""
-        entry = self.lives.get(event.life)
-        if entry is None or not entry.preparing:
-            return
-        entry.inputs, entry.preparing, failure = event.inputs, False, event.failure
-        if failure is None and event.contents != tuple(span.content for span in entry.work.media):
-            failure = Failure("BadMedia", "an instance was lost with the request, and its media are others by now")
-        if failure is None:
-            self._try_again(entry, now)
-        else:
-            self._give_up(entry, failure)
-
     def _emit(self, event: Emit, now: float) -> None:
         lives, out, behind = self.lives, self._out, event.behind
         rows = zip(event.requests, event.attempts, event.starts, event.sampled, strict=True)
@@ -205,7 +141,7 @@ class FrontendCore:
             entry, index = lives.get(request), start + behind
             if entry is None or entry.aborted or attempt != entry.work.attempt or index < entry.delivered:
                 continue
-            if index == entry.delivered and index and not entry.early and entry.finished is None:  # most tokens
+            if index == entry.delivered and index and not (entry.early or entry.watched or entry.finished):  # most
                 out.append(Deliver(entry.id, index, sampled))
                 entry.tokens.append(sampled.token)
                 entry.delivered = index + 1
@@ -213,7 +149,7 @@ class FrontendCore:
                 self._emitted(entry, index, sampled, now)
 
     def _emitted(self, entry: FrontendRequest, index: int, sampled: Sampled, now: float) -> None:
-        """Deliver a token that may be the first, the last, or early."""
+        """Deliver a token that may be the first, of a life as well, the last, or early."""
         entry.early[index] = sampled
         while entry.delivered in entry.early:
             if not entry.delivered:
@@ -223,6 +159,8 @@ class FrontendCore:
             self._out.append(Deliver(entry.id, entry.delivered, sampled))
             entry.tokens.append(sampled.token)
             entry.delivered += 1
+        if entry.delivered > entry.base:
+            self._has_gone_on(entry)
         self._settle(entry, now)
 
     # ---------------------------------------------------------------- instances come and go
@@ -358,6 +296,7 @@ class FrontendCore:
     def _leave(self, entry: FrontendRequest, finished: Finished, now: float) -> None:
         """Leave this life of a request, which no instance is to go on with, for the next one, under another name."""
         work = entry.work
+        self._leave_turns(entry)
         attempted = entry.past.route if entry.past is not None else ()  # by this life, before it was preempted
         self._forget(work.request, work.attempt, (entry.first, *finished.route, *entry.route, *attempted))
         entry.end_life(finished, now)
@@ -375,6 +314,7 @@ class FrontendCore:
             self._end(entry, entry.aborted or reason_for_reader(finished))
         self._forget(entry.work.request, entry.work.attempt, (entry.first, *finished.route, *entry.route))
         self._free_inputs(entry)
+        self._leave_turns(entry)
         self.kept_bytes -= entry.kept_bytes
         del self.entries[entry.id], self.lives[entry.work.request]
 

@@ -37,6 +37,7 @@ class FrontendRequest:
       ``pauses``: how often it was told that an instance is away.
     - ``dropped``: its inputs are not kept, so that they must be prepared again before it can be sent again;
       ``preparing``: they are just now.
+    - ``watched``: it goes on after a loss, and has no new token yet.
     - ``recomputing``: positions to prefill because a former life was lost; ``recomputed``: of lives that have ended.
     """
 
@@ -71,6 +72,7 @@ class FrontendRequest:
     waited_s: float = 0.0
     waits_since: float = 0.0
     pauses: int = 0
+    watched: bool = False
 
     @property
     def route(self) -> tuple[str, ...]:

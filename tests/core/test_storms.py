@@ -1,0 +1,241 @@
+"""No storm after the loss of a host: so many requests go on at once, the others wait in order of age."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from core.test_recovery_runs import check_readers, run
+from support.core_tables import brief, peer_up, work
+from support.deadly import deadly_cluster
+from support.recovering import emit, end_of, quiet, recovering, told
+from support.storms import watch_storms
+from trinity.core import frontend_starts
+from trinity.core.failure_policy import FailurePolicy
+from trinity.core.frontend import Abort, FrontendCore
+from trinity.core.frontend_events import Prepare, Prepared
+from trinity.core.messages import NOWHERE, Finished, PeerDown, Submit, Tick, Value
+from trinity.core.turns import Turns
+from trinity.errors import ConfigError
+from trinity.testing.virtual import VirtualCluster, make_settings
+
+NARROW = {"retry_share": 1e-9, "retry_floor": 2}
+
+
+def with_four(**policy: Any) -> FrontendCore:
+    """Requests a to d have been sent to P0."""
+    core = recovering("E0 P0 D0", **{**NARROW, **policy})
+    for name in "abcd":
+        core.handle(Submit(work(name, 4, max_tokens=9)), 0.0)
+    core.handle(PeerDown("P0"), 1.0)
+    return core
+
+
+def back(core: FrontendCore, now: float = 2.0) -> list[str]:
+    return brief(core.handle(replace(peer_up("P0"), epoch=1), now))
+
+
+def test_the_oldest_go_on_and_each_that_has_a_token_lets_the_next_one() -> None:
+    core = with_four()
+    assert back(core) == ["P0: submit a~1.1", "P0: submit b~2.1"]
+    assert brief(core.handle(emit("b~2.1", 1, (0, 5)), 3.0)) == ["deliver b#0=5", "P0: submit c~3.1"]
+    assert brief(core.handle(emit("b~2.1", 1, (1, 6)), 3.0)) == ["deliver b#1=6"]
+    out = brief(core.handle(Finished(request="a~1.1", attempt=1, reason="length", count=0, route=("P0",)), 3.0))
+    assert out[-1] == "P0: submit d~4.1"
+
+
+def test_new_requests_do_not_wait_for_a_turn() -> None:
+    core = with_four()
+    back(core)
+    assert brief(core.handle(Submit(work("e", 4)), 2.5)) == ["P0: submit e"]
+
+
+@pytest.mark.parametrize("how", ["cancelled", "deadline"])
+def test_one_that_its_reader_leaves_keeps_nobody_waiting(how: str) -> None:
+    core = with_four()
+    back(core)
+    core.handle(Abort("c", how), 3.0)
+    core.handle(Abort("a", how), 3.0)
+    assert brief(core.handle(told("a~1.1", 1, "RequestError"), 3.5))[-1] == "P0: submit d~4.1"
+
+
+def test_one_that_is_lost_again_goes_behind_older_ones_and_ahead_of_younger() -> None:
+    core = with_four(recoveries=9)
+    back(core)
+    out = brief(core.handle(told("b~2.1", 1), 3.0))
+    assert out == ["P0: forget b~2.1", "P0: submit b~2.2"], "it is the oldest of those that wait"
+    core.handle(emit("b~2.2", 2, (0, 5)), 3.5)
+    assert core.retries.active == {"a", "c"}
+    out = brief(core.handle(told("c~3.1", 1), 4.0))
+    assert out == ["P0: forget c~3.1", "P0: submit c~3.2"]
+
+
+def test_one_that_waits_for_its_stage_has_no_turn_meanwhile() -> None:
+    core = with_four(recoveries=9)
+    assert core.retries.active == set()
+    back(core)
+    core.handle(told("a~1.1", 1, cause=NOWHERE), 3.0)
+    assert core.retries.active == {"b", "c"}, "it makes a pause"
+    core.handle(PeerDown("P0"), 3.0)
+    assert (core.retries.active, core.retries.waiting) == (set(), {}), "nor has one whose stage is away"
+    core.handle(Tick(), 3.2)
+    assert brief(core.handle(replace(peer_up("P0"), epoch=2), 4.0)) == ["P0: submit a~1.2", "P0: submit b~2.2"]
+
+
+def test_waiting_for_a_turn_ends_after_as_long_as_the_policy_says() -> None:
+    core = with_four(wait_s=5.0)
+    back(core)
+    core.handle(Abort("d", "cancelled"), 3.0)
+    end = end_of(core.handle(Tick(), 6.0))
+    assert end.failure is not None
+    assert (end.request, end.failure.error, end.failure.fields) == ("c", "Overloaded", {})
+    assert "its turn has not come" in end.failure.message
+
+
+def test_where_nothing_waits_nothing_is_held_back() -> None:
+    core = recovering("E0 P0 P1 D0", **NARROW, wait_s=0.0)
+    for name in "abcdefgh":
+        core.handle(Submit(work(name, 4)), 0.0)
+    assert len(brief(core.handle(PeerDown("P0"), 1.0))) == 4 * 2
+
+
+def test_a_share_of_those_in_the_front_end() -> None:
+    policy = FailurePolicy(retry_share=0.1, retry_floor=3)
+    assert [policy.most_retries(count) for count in (0, 30, 39, 40, 1000)] == [3, 3, 3, 4, 100]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"retry_share": 0.0}, {"retry_share": 1.1}, {"retry_share": -0.1}, {"retry_floor": 0}, {"retry_floor": 1.5}],
+)
+def test_a_budget_that_cannot_be_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        FailurePolicy(**wrong)
+
+
+# ---------------------------------------------------------------- inputs that are prepared again
+
+
+def asked(out: list[Value]) -> list[str]:
+    return [each.life for each in out if isinstance(each, Prepare)]
+
+
+def test_inputs_are_prepared_again_for_so_many_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frontend_starts, "PREPARED_AT_ONCE", 2)
+    core = recovering("E0 P0 D0", kept_bytes=0)
+    for name in "abcde":
+        core.handle(Submit(work(name, "cat", 1), ("pixels",), input_bytes=9), 0.0)
+    assert asked(core.handle(PeerDown("E0"), 1.0)) == []
+    assert asked(core.handle(replace(peer_up("E0"), epoch=1), 2.0)) == ["a~1.1", "b~2.1"]
+    contents = tuple(span.content for span in core.entries["a"].work.media)
+    out = core.handle(Prepared("b~2.1", ("new",), contents), 3.0)
+    assert brief(out) == ["E0: submit b~2.1", "prepare c~3.1"]
+    assert asked(core.handle(Abort("d", "cancelled"), 3.5)) == []
+    assert asked(core.handle(Abort("a", "cancelled"), 4.0)) == ["e~5.1"]
+    assert not core.handle(Prepared("a~1.1", ("new",), contents), 4.5)
+    for life in ("c~3.1", "e~5.1"):
+        assert brief(core.handle(Prepared(life, ("new",), contents), 5.0)) == [f"E0: submit {life}"]
+    assert not core.preparations.active
+
+
+# ---------------------------------------------------------------- in virtual time
+
+
+POLICY = FailurePolicy(recoveries=20, wait_s=60.0, retry_share=1e-9, retry_floor=1)
+
+
+def watched(seed: int, limit: int = 1_000_000) -> tuple[int, int]:
+    cluster = deadly_cluster(seed, failures=POLICY)
+    check = watch_storms(cluster)
+    cluster.run(limit)
+    check_readers(cluster)
+    return check.held, sum(bool(each.end and each.end.former) for each in cluster.outcomes.values())
+
+
+def test_turns_are_kept_and_every_request_ends() -> None:
+    found = [watched(seed) for seed in range(400_000, 400_200)]
+    assert sum(held > 0 for held, _ in found) > 40, "in which some waited for their turn"
+    assert sum(survived for _, survived in found) > 150
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("part", range(4))
+def test_turns_are_kept_in_many_more_runs(part: int) -> None:
+    for seed in range(500_000 + part * 1000, 501_000 + part * 1000):
+        watched(seed)
+
+
+def test_a_host_with_three_of_five_instances_is_lost_and_two_go_on_at_a_time() -> None:
+    settings = make_settings("5PD", {"kv": 400}, kv_block_size=4)
+    cluster = VirtualCluster(settings, failures=replace_policy(retry_floor=2))
+    check = watch_storms(cluster)
+    for number in range(60):
+        cluster.submit(work(f"r{number}", 8, max_tokens=40), at=number / 100)
+    for name in ("PD0", "PD1", "PD2"):
+        cluster.kill(name, at=1.0, back_s=None)
+    cluster.run()
+    ends = [each.end for each in cluster.outcomes.values() if each.end]
+    assert {end.reason for end in ends} == {"length"}
+    assert sum(bool(end.former) for end in ends) > 20
+    assert check.most == 2
+
+
+def replace_policy(**named: Any) -> FailurePolicy:
+    return FailurePolicy(recoveries=20, wait_s=60.0, retry_share=1e-9, **named)
+
+
+def test_the_default_holds_nobody_back_in_small_pipelines() -> None:
+    cluster = run(3, FailurePolicy())
+    assert not cluster.frontend.retries.waiting
+    quiet(cluster.frontend)
+
+
+# ---------------------------------------------------------------- a rule not kept is noticed
+
+
+def unbounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Everybody has a turn at once."""
+    monkeypatch.setattr(FailurePolicy, "most_retries", lambda self, requests: 1 if not requests else 99)
+
+
+def kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that has had its token, or has ended, keeps its turn."""
+    monkeypatch.setattr(Turns, "leave", lambda self, name: None)
+
+
+def unawakened(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody is told that there is a turn."""
+    monkeypatch.setattr(FrontendCore, "_begin_next", lambda self, now: None)
+
+
+def overtaking(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever asks first has the turn that is there."""
+    take = Turns.take
+
+    def hasty(self: Turns, name: str, age: int, most: int) -> bool:
+        return take(self, name, -1 if len(self.active) < most else age, most)
+
+    monkeypatch.setattr(Turns, "take", hasty)
+
+
+def youngest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The youngest goes first."""
+    take = Turns.take
+    monkeypatch.setattr(Turns, "take", lambda self, name, age, most: take(self, name, -age, most))
+
+
+@pytest.mark.parametrize("broken", [unbounded, kept, unawakened, overtaking, youngest])
+def test_a_rule_of_turns_that_is_not_kept_is_noticed(
+    broken: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken(monkeypatch)
+    for seed in range(400_000, 402_000):
+        try:
+            watched(seed, limit=20_000)
+        except (AssertionError, KeyError):
+            return
+    pytest.fail(f"2000 runs did not notice: {broken.__doc__}")
