@@ -17,7 +17,7 @@ class FailurePolicy:
     - ``recoveries`` (count, 2): times that a request goes on; 0: it ends with ``StageError`` or ``MigrationError``.
     - ``wait_s`` (seconds, 600): time that a request waits for a stage that no instance has just now, before it is
       ``Overloaded``; None: until its deadline.
-    - ``retry_share`` (0.2), ``retry_floor`` (count, 8): so many requests go on at once after losses, as a share of those
+    - ``retry_share`` (0.2), ``retry_floor`` (count, 8): so many go on at once after losses: a share of those
       in the front end, and at least. The others wait for their turn there, the oldest first.
     - ``kept_bytes`` (bytes, 1 GiB): of pixels kept for recoveries, of all requests; beyond it they are prepared again.
 
