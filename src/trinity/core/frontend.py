@@ -135,7 +135,8 @@ class FrontendCore(FrontendStarts):
         return problem or find_overload(self.waiting, self.max_waiting, held, input_bytes, most)
 
     def _emit(self, event: Emit, now: float) -> None:
-        lives, out, behind = self.lives, self._out, event.behind
+        lives: dict[str, FrontendRequest] = self.lives
+        out, behind = self._out, event.behind
         rows = zip(event.requests, event.attempts, event.starts, event.sampled, strict=True)
         for request, attempt, start, sampled in rows:
             entry, index = lives.get(request), start + behind

@@ -6,7 +6,7 @@ import heapq
 
 
 class Turns:
-    """Who has a turn, and who waits for one.
+    """Names that have a turn, and those that wait for one.
 
     - ``active``: names of those that have one.
     - ``waiting``: ages of the others by name; a lower one is older.
