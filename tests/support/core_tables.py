@@ -27,6 +27,7 @@ from trinity.core.messages import (
     Forget,
     Gone,
     Grow,
+    Helped,
     MediaSpan,
     Moved,
     Offer,
@@ -199,7 +200,10 @@ def _message(value: Value) -> str:
         failed = f" {value.failure.error}" if value.failure else ""
         return f"finished {value.request} {value.reason} {value.count} by way of {' '.join(value.route)}{failed}"
     if isinstance(value, Submit):
-        return f"submit {value.work.request}"
+        left = f" left to {','.join(each or '-' for each in value.helpers)}" if value.helpers else ""
+        return f"submit {value.work.request}{left}{f' for {value.asker}' if value.asker else ''}"
+    if isinstance(value, Helped):
+        return f"helped {value.help} {value.said}"
     if isinstance(value, Gone):
         return f"gone {value.request} with {value.to}"
     assert isinstance(value, Cancel | Forget)

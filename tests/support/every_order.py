@@ -55,7 +55,8 @@ class Whole(NamedTuple):
 class Search:
     """All states of ``settings`` serving ``asked``, with the death of ``victim`` ("" for none) and its return.
 
-    ``failures``: of the front end. There is no clock, so that nothing may wait for a time in it (``wait_s=0``).
+    ``failures`` and ``spread``: of the front end. There is no clock, so that nothing may wait for a time in it
+    (``wait_s=0``).
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Search:
         victim: str = "",
         back: bool = False,
         failures: FailurePolicy = NO_RECOVERY,
+        spread: int = 1,
     ) -> None:
         self.names = (FRONTEND, *(each.name for each in settings))
         self.asked, self.back = asked, back
@@ -72,7 +74,7 @@ class Search:
         self.count = len(self.names)
         self.events = Events()
         self._announcements = [self._number(InstanceCore(each).announcement()) for each in (settings[0], *settings)]
-        self.lives = {(0, 0): self._states(lambda: FrontEnd(settings, failures))}
+        self.lives = {(0, 0): self._states(lambda: FrontEnd(settings, failures, spread))}
         for place, own in enumerate(settings, start=1):
             peers = [each for each in settings if each is not own]
             self.lives[place, 0] = self._states(partial(Instance, own, peers))

@@ -120,8 +120,8 @@ def _stepped(step: Step) -> Stepped:
 class FrontEnd:
     """The front end, and what each reader has got of it."""
 
-    def __init__(self, peers: Sequence[Settings], failures: FailurePolicy = NO_RECOVERY) -> None:
-        self.core = FrontendCore(RoundRobin(), failures=failures)
+    def __init__(self, peers: Sequence[Settings], failures: FailurePolicy = NO_RECOVERY, spread: int = 1) -> None:
+        self.core = FrontendCore(RoundRobin(), failures=failures, spread=spread)
         self.delivered: Counter[str] = Counter()
         self.ends: dict[str, str] = {}
         self.given_up: set[str] = set()

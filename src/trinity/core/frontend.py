@@ -62,7 +62,8 @@ class FrontendCore(FrontendStarts):
     """``handle(event, now) -> [command]``: Send to instances, Deliver and End to readers.
 
     ``max_waiting`` bounds the requests that have no token yet, ``max_waiting_bytes`` the bytes of their inputs;
-    ``failures`` says which requests survive a loss, and how long they wait for a stage that is away.
+    ``failures`` says which requests survive a loss, and how long they wait for a stage that is away; ``spread`` how
+    many encoders may encode the media of one.
     """
 
     def __init__(
@@ -71,8 +72,9 @@ class FrontendCore(FrontendStarts):
         max_waiting: int = 1024,
         max_waiting_bytes: int = MAX_WAITING_BYTES,
         failures: FailurePolicy = NO_RECOVERY,
+        spread: int = 1,
     ) -> None:
-        super().__init__(policy, failures)
+        super().__init__(policy, failures, spread)
         self.max_waiting, self.max_waiting_bytes = max_waiting, max_waiting_bytes
         self.waiting_bytes = self.waiting = self.taken = 0
         self.names = LifeNames()
@@ -331,9 +333,5 @@ class FrontendCore(FrontendStarts):
         entry.ended = True
         if not entry.delivered:
             self.waiting -= 1
-        finished = entry.finished
-        failure = finished.failure if finished is not None and reason == "error" else None
-        if reason == "deadline":
-            failure = Failure("DeadlineExceeded", f"the deadline passed after {entry.delivered} tokens")
         told = (entry.work.attempt + 1, entry.former, entry.recomputed, entry.lives)
-        self._out.append(End(entry.id, reason, failure, finished, *told))
+        self._out.append(End(entry.id, reason, entry.find_failure(reason), entry.finished, *told))

@@ -106,6 +106,12 @@ class FrontendRequest:
         self.waits = False
         self.finished = Finished(request=name, attempt=attempt, reason=reason, failure=why, count=self.delivered)
 
+    def find_failure(self, reason: str) -> Failure | None:
+        """Find why it ends for its reader; None where that is no error."""
+        if reason == "deadline":
+            return Failure("DeadlineExceeded", f"the deadline passed after {self.delivered} tokens")
+        return self.finished.failure if self.finished is not None and reason == "error" else None
+
     def count_loss(self, finished: Finished, waits: bool) -> float | None:
         """Count the loss of this life. Returns seconds until the next one may begin; None for at once.
 

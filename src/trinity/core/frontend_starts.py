@@ -13,8 +13,9 @@ from trinity.core.failure_policy import FailurePolicy
 from trinity.core.front_door import find_misfit
 from trinity.core.frontend_events import Prepare, Prepared
 from trinity.core.frontend_request import FrontendRequest, Life
-from trinity.core.messages import Failure, Send, Submit, Value
+from trinity.core.messages import Failure, Submit, Value
 from trinity.core.routing import BadChoice, Router, RoutingPolicy
+from trinity.core.spread import send_spread
 from trinity.core.turns import Turns
 
 PREPARED_AT_ONCE = 8  # inputs that were not kept: each may be hundreds of MB
@@ -28,10 +29,12 @@ class FrontendStarts(ABC):
     - ``losses``: why each instance was lost last.
     - ``retries``: requests that go on after a loss, until they have a new token. ``preparations``: those whose inputs
       are prepared once more.
+    - ``spread``: encoders that may encode the media of one request.
     """
 
-    def __init__(self, policy: RoutingPolicy, failures: FailurePolicy) -> None:
-        self.router, self.failures = Router(policy), failures
+    def __init__(self, policy: RoutingPolicy, failures: FailurePolicy, spread: int = 1) -> None:
+        self.router, self.failures, self.spread = Router(policy), failures, spread
+        self.router.counts = spread > 1
         self.kept_bytes = 0
         self.entries: dict[str, FrontendRequest] = {}
         self.lives: dict[str, FrontendRequest] = {}
@@ -94,7 +97,8 @@ class FrontendStarts(ABC):
         except BadChoice as choice:
             return Failure("StageError", str(choice))
         assert first is not None
-        self._out.append(Send(first, Submit(entry.work, entry.inputs, tokens=tuple(entry.tokens))))
+        sent = Submit(entry.work, entry.inputs, tokens=tuple(entry.tokens))
+        self._out += send_spread(self.router, first, sent, self.spread)
         entry.enter(Life(first, self.router.peers[first].epoch), now)
         entry.inputs = () if entry.dropped else entry.inputs
         return None

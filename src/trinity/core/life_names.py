@@ -11,6 +11,18 @@ def name_life(request: str, number: int, attempt: int) -> str:
     return f"{request}{MARK}{number}.{attempt}"
 
 
+def name_help(request: str, attempt: int, item: int) -> str:
+    """Name a media item that another instance encodes for this attempt; no life of a request has such a name."""
+    return f"{request}{MARK}{attempt}+{item}"
+
+
+def read_help(name: str) -> tuple[str, int, int]:
+    """Read life, attempt and media item from such a name."""
+    request, _, rest = name.rpartition(MARK)
+    attempt, _, item = rest.partition("+")
+    return request, int(attempt), int(item)
+
+
 class LifeNames:
     """Names first lives by their ids, where no other life can have or have had that name.
 

@@ -7,7 +7,7 @@ differ: messages carry the time that remains or was spent.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -42,7 +42,8 @@ class Submit(Value, frozen=True):
 
     ``inputs[i]`` is the processor's output for media item i, opaque to the cores. ``route``: instances that it has
     visited. ``tokens``: its outputs so far, if it was preempted where it cannot be recomputed. ``input_bytes``: of its
-    inputs, for the front end, which bounds what waits.
+    inputs, for the front end, which bounds what waits. ``helpers[i]``: instance that was asked to encode media item i,
+    "" for none. ``asker``: this is such an item, for a request that is at that instance; it hears ``Helped`` of it.
     """
 
     work: Work
@@ -50,6 +51,8 @@ class Submit(Value, frozen=True):
     route: tuple[str, ...] = ()
     tokens: tuple[int, ...] = ()
     input_bytes: int = 0
+    helpers: tuple[str, ...] = ()
+    asker: str = ""
 
 
 class Cancel(Value, frozen=True):
@@ -81,7 +84,7 @@ class Part(Value, frozen=True):
 
 
 class Offer(Value, frozen=True, kw_only=True):
-    """Source to target, step 1: offers blocks to pull. Shard ``shard`` of ``shards``.
+    """Source to target, step 1: offers blocks to pull.
 
     ``generation`` is the source's count of revocations: a block with a higher one is no longer part of this offer.
     ``epoch``: which life of the source it is.
@@ -92,8 +95,6 @@ class Offer(Value, frozen=True, kw_only=True):
     source: str
     work: Work
     parts: tuple[Part, ...]
-    shard: int = 0
-    shards: int = 1
     route: tuple[str, ...] = ()
     generation: int = 0
     epoch: int = 0
@@ -175,6 +176,18 @@ class Fetched(Value, frozen=True):
     digests: tuple[int, ...] = ()
     digest_s: float = 0.0
     tail: int = 0
+
+
+class Helped(Value, frozen=True):
+    """Helper to asker, of the item that it encodes under the name ``help``, in its life ``epoch``.
+
+    ``said``: begun (it is in a step), ready (its features are in my encoder cache), or no (encode it yourself).
+    """
+
+    help: str
+    helper: str
+    said: Literal["begun", "ready", "no"]
+    epoch: int = 0
 
 
 class PeerUp(Value, frozen=True):

@@ -142,6 +142,7 @@ class Router:
         begin: Callable[[int], None] | None = getattr(policy, "begin", None)
         if begin is not None:
             begin(number_of(own))
+        self.counts = False  # what is sent, also where the policy does not ask
         self.peers: dict[str, PeerUp] = {}
         self.lost: dict[str, PeerUp] = {}
         self.suspects: set[str] = set()
@@ -190,7 +191,7 @@ class Router:
 
         Raises ``BadChoice``, as ``enter`` does.
         """
-        peers = self._trusted(self.fitting(letter, work))
+        peers = self.trusted(self.fitting(letter, work))
         return self._chosen(letter, work, peers) if peers else None
 
     def suspect(self, event: PeerSuspect) -> None:
@@ -199,7 +200,7 @@ class Router:
         if peer is not None and peer.epoch == event.epoch:
             (self.suspects.add if event.suspected else self.suspects.discard)(event.name)
 
-    def _trusted(self, peers: Iterable[PeerUp]) -> list[PeerUp]:
+    def trusted(self, peers: Iterable[PeerUp]) -> list[PeerUp]:
         """Leave out those that are silent, unless all are: one of these may only be slow."""
         found = list(peers)
         return [peer for peer in found if peer.name not in self.suspects] or found if self.suspects else found
@@ -215,7 +216,7 @@ class Router:
     def enter(self, work: Work) -> str | None:
         """Name of the instance for the first stage: E where there are media, unless they need not be encoded."""
         if work.media and not work.encode_only and getattr(self.policy, "straight", False):
-            having = [peer for peer in self._trusted(self.fitting("P", work)) if self._has_media(peer, work)]
+            having = [peer for peer in self.trusted(self.fitting("P", work)) if self._has_media(peer, work)]
             if having and not any("E" in peer.roles for peer in having):
                 return self._chosen("P", work, having)
         return self.choose("E" if work.media else "P", work)
@@ -238,12 +239,14 @@ class Router:
             raise BadChoice(
                 f"the routing policy chose none of {names} at stage {letter}, but a {type(picked).__name__}"
             )
-        name = picked.name
-        if not self.informed:
-            return name
+        if self.informed or self.counts:
+            self.count(picked.name, letter, _units(letter, work))
+        return picked.name
+
+    def count(self, name: str, letter: str, units: int) -> None:
+        """Count work that was sent to an instance, until it reports."""
         sent = self._sent.setdefault(name, {})
-        sent[letter] = sent.get(letter, 0) + _units(letter, work)
-        return name
+        sent[letter] = sent.get(letter, 0) + units
 
     def seconds(self, name: str, letter: str) -> float:
         """Predict the seconds of work at a stage of an instance: its last report, and what was sent to it since."""

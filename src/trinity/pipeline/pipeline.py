@@ -76,6 +76,7 @@ class Pipeline:
     - ``limits`` (None): ``MediaLimits``, the largest images, prompts and counts that a request may have.
     - ``ignore_generation_config`` (none): fields of the checkpoint's generation config not to follow; True for all.
     - ``max_waiting`` (requests, 1024), ``max_waiting_bytes`` (4 GiB, of pixels): more waiting is ``Overloaded``.
+    - ``spread`` (count, 1): instances with E alone that may encode one request's images at once, while they are idle.
     - ``failures`` (None): ``FailurePolicy``, what becomes of requests whose instance is lost: two recoveries each.
     - ``observe`` (None): called as ``observe(request_id, index, logits)`` with all logits before sampling.
     - ``lanes``, ``threads``, ``prefix_cache``, ``image_cache``, ``reservation``, ``attention``, ``depth``, ``pack``,
@@ -113,6 +114,7 @@ class Pipeline:
         ignore_generation_config: Sequence[str] | bool = (),
         max_waiting: Whole = 1024,
         max_waiting_bytes: Whole = MAX_WAITING_BYTES,
+        spread: Whole = 1,
         failures: FailurePolicy | None = None,
         observe: Callable[..., None] | None = None,
         transfers: TransferPolicy | None = None,
@@ -124,8 +126,7 @@ class Pipeline:
         cache, processes = cache or CacheConfig(), processes or supervisor.ProcessConfig()
         source = self.model = loader.resolve_model(model, download)
         self.auto, placement = resolve_auto_placement(source, placement, instances, slo, cache.memory_bytes)
-        limited = rules is not None or budgets is not None
-        self.instances = name_instances(make_instances(placement, options, limited=limited))
+        self.instances = name_instances(make_instances(placement, options, limited=bool(rules or budgets)))
         rules, routing = choose_rules_and_routing(placement, rules, routing)
         self.placement = Placement.of(each.group for each in self.instances)
         self.slo, self.routing, self._processing = slo, routing, (limits, ignore_generation_config)
@@ -133,8 +134,8 @@ class Pipeline:
         self.connector = make_connector(connector, verify, hosting)
         self._process_config, self._secret = processes, supervisor.resolve_secret(self.instances, processes.secret)
         self.trace, self.metrics, self.timeline = Trace(limit_bytes=TRACE_BYTES), Metrics(slo), Timeline()
-        core = FrontendCore(routing_policy(routing), max_waiting, max_waiting_bytes, failures or FailurePolicy())
-        self._frontend = FrontendHost(core, self.connector, self.metrics, self.trace)
+        own = FrontendCore(routing_policy(routing), max_waiting, max_waiting_bytes, failures or FailurePolicy(), spread)
+        self._frontend = FrontendHost(own, self.connector, self.metrics, self.trace)
         rest = (cache, self._frontend.watch_logits(observe), transfers or TransferPolicy(), self.connector.shared)
         self._serving_config = loader.ServingConfig(source, dtype, device, slo, budgets, rules, *rest)
         self.cost: CostModel | None = model.cost if isinstance(model, EmulatedModel) else None  # or profile()'s last
@@ -205,10 +206,9 @@ class Pipeline:
             await self.auto.begin(self)
 
     def _load_processor(self) -> None:
-        here = self.hosting == "thread"
-        processor = loader.make_processor(self._serving_config.model, *self._processing, here=here)
-        self._frontend.processor = processor
-        self.placement.check(processor.multimodal)
+        model, here = self._serving_config.model, self.hosting == "thread"
+        self._frontend.processor = loader.make_processor(model, *self._processing, here=here)
+        self.placement.check(self.processor.multimodal)
 
     async def _start_threads(self) -> None:
         loaded = await run_to_end(loader.load_instances, self._serving_config, self.instances, self.processor)
@@ -253,8 +253,8 @@ class Pipeline:
         self._frontend.check_open()
         await self.wait_idle()
         given = (self._serving_config, self.instances, self.processor, self.hosts)
-        self.cost = tables = await run_to_end(loader.profile_copies, *given, path, **counts)
-        return tables
+        self.cost = await run_to_end(loader.profile_copies, *given, path, **counts)
+        return self.cost
 
     def stream(self, request: Request) -> Stream:
         """Make a stream of the request's tokens: a context manager and iterator. Leaving it ends the request."""

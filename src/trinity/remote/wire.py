@@ -17,6 +17,7 @@ from trinity.core.messages import (
     Finished,
     Forget,
     Gone,
+    Helped,
     Moved,
     Offer,
     PeerDown,
@@ -280,6 +281,7 @@ ControlMessage = (
     | Finished
     | Forget
     | Hello
+    | Helped
     | Gone
     | LinkEnded
     | Moved

@@ -101,6 +101,7 @@ def _make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--tool-parser", default="auto", help="auto, hermes, llama3_json, qwen3_coder or none")
     parser.add_argument("--max-body-mb", type=int, default=64, metavar="MB", help="longest body")
     parser.add_argument("--max-waiting", type=int, default=1024, metavar="N", help="requests that may wait")
+    parser.add_argument("--spread", type=int, default=1, metavar="N", help="encoders for the images of one request")
     parser.add_argument("--recoveries", type=int, default=2, metavar="N", help="losses that a request survives")
     parser.add_argument("--retry-share", type=float, default=0.2, metavar="X", help="of requests, that go on at once")
     parser.add_argument("--wait", type=float, default=600.0, metavar="S", help="for a lost stage to be back; 0: none")
@@ -153,6 +154,7 @@ def make_served_pipeline(arguments: argparse.Namespace) -> Pipeline:
         dtype=arguments.dtype,
         device=arguments.device,
         max_waiting=arguments.max_waiting,
+        spread=arguments.spread,
         failures=FailurePolicy(
             recoveries=arguments.recoveries, wait_s=arguments.wait, retry_share=arguments.retry_share
         ),

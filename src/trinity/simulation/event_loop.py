@@ -43,7 +43,7 @@ class EventLoop:
     """Instance cores and a front end. Subclasses carry out commands: ``send``, ``start``, ``pull``, ``deliver``, ...
 
     ``carriers`` maps each type of command to its method. ``routing()`` makes the policy of each core. ``timed`` may be
-    false where no core has a timer (no reports, leases or deadlines).
+    false where no core has a timer (no reports, leases or deadlines). ``spread``: the front end's.
     """
 
     def __init__(
@@ -52,9 +52,10 @@ class EventLoop:
         routing: Callable[[], RoutingPolicy],
         max_waiting: int = 1024,
         failures: FailurePolicy = NO_RECOVERY,
+        spread: int = 1,
     ) -> None:
         self.cores = {each.name: InstanceCore(each, routing()) for each in instances}
-        self.frontend = FrontendCore(routing(), max_waiting, failures=failures)
+        self.frontend = FrontendCore(routing(), max_waiting, failures=failures, spread=spread)
         self.now = 0.0
         self.events = 0
         self.timed = True

@@ -20,6 +20,7 @@ from trinity.core.messages import (
     Fetched,
     Finished,
     Forget,
+    Helped,
     Offer,
     Open,
     PeerDown,
@@ -33,6 +34,8 @@ from trinity.core.messages import (
     Value,
     Withdraw,
 )
+
+HELPS = {(before, said) for before in ("asked", "begun") for said in ("begun", "ready", "no")}
 
 
 @dataclass
@@ -81,6 +84,7 @@ class Conversation:
         self.ends: dict[str, End] = {}
         self.fetched: dict[str, tuple[str, str, Fetched]] = {}
         self.returned: set[str] = set()
+        self.helps: dict[str, tuple[str, str, list[str]]] = {}  # helper, asker and what was said, by name
         self.deaths = 0
         self.silenced: set[str] = set()  # whose lease ran out: either side may end them, and the front end takes one
 
@@ -91,7 +95,7 @@ class Conversation:
             self.aborted.add(event.request)
         elif isinstance(event, Submit) and name == FRONTEND:
             self.submitted.add(event.work.request)
-        elif isinstance(event, (Submit, Offer)):
+        elif isinstance(event, Offer) or (isinstance(event, Submit) and not event.asker):
             self.visited.add((name, event.work.request))
         elif isinstance(event, Ready) and event.again:
             transfer = self.transfers[event.id]
@@ -162,7 +166,9 @@ class Conversation:
         )
 
     def _send(self, name: str, to: str, message: Value) -> None:
-        if isinstance(message, Submit):
+        if isinstance(message, Helped) or (isinstance(message, Submit) and message.asker):
+            self._helps(name, to, message)
+        elif isinstance(message, Submit):
             self.admitted.add(message.work.request)
             self.sent_back.discard(message.work.request)
             if name == FRONTEND:
@@ -181,6 +187,17 @@ class Conversation:
             self._once(name, [(request, index) for request, _, index, _ in message.rows()])
         else:
             self._migrates(name, to, message)
+
+    def _helps(self, name: str, to: str, message: Submit | Helped) -> None:
+        """Follow an item that another instance encodes: one answer of each kind at most, and none behind the last."""
+        if isinstance(message, Submit):
+            assert message.work.request not in self.helps, f"{message} again"
+            self.helps[message.work.request] = (to, message.asker, ["asked"])
+            return
+        helper, asker, said = self.helps[message.help]
+        assert (name, to) == (helper, asker), f"{name} answers {to} for {helper} and {asker}: {message}"
+        assert (said[-1], message.said) in HELPS, f"{message} after {said}"
+        said.append(message.said)
 
     def _begins(self, sent: Submit) -> None:
         life = sent.work.request

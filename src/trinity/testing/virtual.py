@@ -90,6 +90,7 @@ class VirtualCluster(EventLoop):
     - ``seed`` (0): seed of all random draws.
     - ``observers`` (every check): checks to run after each event.
     - ``failures`` (``NO_RECOVERY``): the front end's policy for requests whose instance dies.
+    - ``spread`` (1): encoders that may encode the media of one request.
 
     Raises ``AssertionError`` with the last events in its notes where a check fails.
     """
@@ -106,8 +107,9 @@ class VirtualCluster(EventLoop):
         seed: int = 0,
         observers: Sequence[Observer] | None = None,
         failures: FailurePolicy = NO_RECOVERY,
+        spread: int = 1,
     ) -> None:
-        super().__init__(instances, routing, max_waiting, failures)
+        super().__init__(instances, routing, max_waiting, failures, spread)
         self.routing, self.lives = routing, Lives(tuple(self.cores), Random(-1 - seed))
         self.durations, self.faults, self.sample = durations or Durations(), faults or Faults(), sample
         self.draw, self.hiccups, self.copies = Random(seed), Random(seed), Random(seed)
@@ -258,7 +260,7 @@ class VirtualCluster(EventLoop):
 
     def send(self, name: str, command: Send) -> None:
         target = command.to
-        if name == FRONTEND and isinstance(command.message, Submit):
+        if name == FRONTEND and isinstance(command.message, Submit) and not command.message.asker:
             self._begin_life(command.message)
         if target == FRONTEND and not self.lives.linked(name, target):
             self._unheard.setdefault(name, []).append(command.message)

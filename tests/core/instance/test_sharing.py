@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from support.core_tables import Row, brief, broken, done, emptied, make_core, table, work
+from support.core_tables import Row, brief, broken, done, emptied, make_core, sent, table, work
 from trinity.core import InstanceCore
-from trinity.core.messages import Cancel, Forget, Release, Step, Submit
+from trinity.core.messages import Cancel, Finished, Forget, Release, Step, Submit
 from trinity.core.scheduler import BatchRules
 
 
@@ -203,3 +203,15 @@ def test_an_item_is_encoded_while_another_of_the_request_waits_for_its_owner() -
     out = brief(core.handle(done(3), 0.0))
     assert "step 4 joint: encode b.1 into 3" in out
     assert "P0: ready E0:3 0" in out
+
+
+def test_rows_that_fail_beside_another_request_with_one_of_its_images_end_it_once() -> None:
+    """That image is ready by the other request's row; there is no prefill instance that it could be offered to."""
+    core = make_core("E0")
+    core.handle(Submit(work("s", "dog*4", 1)), 0.0)
+    core.handle(Submit(work("r", "owl*4", "fox*4", 1)), 0.0)
+    core.handle(Submit(work("t", "owl*4", "cat*4", 1)), 0.0)
+    core.handle(done(1), 1.0)
+    found = sent(core.handle(broken(2, "t"), 2.0), Finished)
+    failed = {each.request: each.failure.error for each in found if each.failure}
+    assert failed == {"r": "MigrationError", "t": "StageError"}

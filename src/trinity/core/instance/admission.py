@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from itertools import chain
 
 from trinity.core.instance.arrival import pass_to_encode
+from trinity.core.instance.helpers import call_off, is_near, left_items
 from trinity.core.instance.lanes import LANE_STAGES, outstanding
 from trinity.core.instance.lifecycle import release
 from trinity.core.instance.phases import Phase
@@ -89,7 +90,7 @@ class Candidates:
         s = self.s
         for request in s.encode_queue:
             items: list[tuple[int, int]] = []
-            need = 0
+            need, left = 0, left_items(s.requests[request])
             for item, slot in enumerate(s.requests[request].media):
                 if slot.holder:
                     continue
@@ -97,7 +98,7 @@ class Candidates:
                 if hits:
                     need += self._pin(request, IMAGE, hits, 0)
                 elif slot.span.content not in s.pending:
-                    items.append((item, slot.span.tokens))
+                    items += [(item, slot.span.tokens)] if item not in left else []
                     need += len(slot.keys)
             yield EncodeView(request, tuple(items), need)
 
@@ -140,11 +141,12 @@ def _atomic(state: RequestState) -> tuple[tuple[int, int], ...]:
 
 def own_items(s: State, state: RequestState) -> tuple[tuple[int, int], ...]:
     """List (item, visual tokens) that this request has to encode and that no step is encoding."""
-    request = state.work.request
+    request, left = state.work.request, left_items(state)
     owned = []
     for item, slot in enumerate(state.media):
         pending = s.pending.get(slot.span.content)
-        if not slot.ready and pending and not pending.in_step and pending.providers[0] == (request, item):
+        idle = not slot.ready and pending and not pending.in_step and item not in left
+        if idle and pending and pending.providers[0] == (request, item):
             owned.append((item, slot.span.tokens))
     return tuple(owned)
 
@@ -156,6 +158,8 @@ def _admit_encode(s: State, request: str, now: float) -> RequestState:
         hits = s.cached_media(slot.keys)
         if slot.holder:
             continue
+        if slot.helper and is_near(s, state, slot):
+            call_off(s, state, item)
         if hits:
             s.image.hold(hits)
             slot.hold(hits, ready=True)

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from trinity.core.instance.helpers import leave_to_helpers
 from trinity.core.instance.lifecycle import end, queue_prefill
 from trinity.core.instance.phases import Phase
 from trinity.core.instance.request_state import RequestState
 from trinity.core.instance.state import State, failure, nowhere
 from trinity.core.messages import IMAGE, Failure, Submit, Work
 from trinity.core.migration.remote_features import skip_cached_remotely
-from trinity.core.migration.source import offer_media
+from trinity.core.migration.source import offer_found
 from trinity.core.routing import BadChoice, needs
 
 
 def handle_submit(s: State, event: Submit, now: float) -> None:
     """Queue a new request for encode, or for prefill where no feature is needed or all are cached here."""
     work = event.work
-    state = RequestState(work, now, event.inputs, stored_tokens=list(event.tokens))
+    state = RequestState(work, now, event.inputs, stored_tokens=list(event.tokens), asker=event.asker)
     state.route = (*event.route, s.settings.name)
     s.take_in(state)
     s.set_deadline(state, work.deadline_s, now)
@@ -25,24 +26,26 @@ def handle_submit(s: State, event: Submit, now: float) -> None:
     if problem is not None:
         end(s, state, now, "error", problem)
         return
-    if work.encode_only:
+    if state.asker and not s.settings.image_cache:
+        end(s, state, now, "cancelled")  # nothing of it would be left
+    elif work.encode_only:
         s.move(state, Phase.IMAGE_QUEUE, now)
     elif not work.media or ("P" in s.settings.roles and state.cover(not s.needs_media(state))):
         queue_prefill(s, state, now)
     elif "E" in s.settings.roles:
-        _queue_encode(s, state, now)
+        _queue_encode(s, state, event.helpers, now)
     elif hold_cached(s, state):
         queue_prefill(s, state, now)
     else:
         pass_to_encode(s, state, now)
 
 
-def _queue_encode(s: State, state: RequestState, now: float) -> None:
+def _queue_encode(s: State, state: RequestState, helpers: tuple[str, ...], now: float) -> None:
     """Queue it for the encoder, or offer its features at once where other instances hold all of them."""
     skip_cached_remotely(s, state)
+    leave_to_helpers(s, state, helpers)
     if all(slot.holder for slot in state.media):
-        s.move(state, Phase.ENCODING, now)
-        offer_media(s, state, now)
+        offer_found(s, state, now)
     else:
         s.move(state, Phase.IMAGE_QUEUE, now)
 

@@ -20,6 +20,7 @@ from trinity.core.messages import (
     Fetch,
     Fetched,
     Forget,
+    Helped,
     LayersWritten,
     Offer,
     PeerDown,
@@ -38,6 +39,7 @@ from trinity.core.messages import (
 from trinity.core.migration.kv_source import handle_layers_written
 from trinity.core.migration.leases import handle_release
 from trinity.core.migration.remote_features import handle_fetch, handle_fetched
+from trinity.core.migration.source import handle_helped
 from trinity.core.migration.target import handle_commit, handle_offer, handle_pulled, handle_ready, handle_withdraw
 from trinity.core.routing import RoundRobin, Router, RoutingPolicy
 
@@ -60,6 +62,7 @@ _HANDLERS: dict[type[Value], Callable[[State, Any, float], None]] = {
     PeerDown: handle_peer_lost,
     Fetch: handle_fetch,
     Fetched: handle_fetched,
+    Helped: handle_helped,
     Tick: handle_tick,
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from trinity.core.instance.helpers import call_off_all, tell_end
 from trinity.core.instance.phases import Phase
 from trinity.core.instance.request_state import FEATURES_GONE, RequestState
 from trinity.core.instance.state import State
@@ -63,6 +64,7 @@ def end(s: State, state: RequestState, now: float, reason: str, why: Failure | N
     if state.ending is not None and (state.ending.reason != FEATURES_GONE or reason == FEATURES_GONE):
         return
     work = state.work
+    call_off_all(s, state)
     s.begin_to_end(state, Finished(request=work.request, attempt=work.attempt, reason=reason, failure=why))
     conclude_if_quiet(s, state, now)
 
@@ -82,6 +84,8 @@ def _conclude(s: State, state: RequestState, now: float) -> None:
         release(s, state, {"error": "failed", FEATURES_GONE: FEATURES_GONE}.get(ending.reason, "cancelled"))
     if ending.reason == FEATURES_GONE:
         _give_back(s, state)
+    elif state.asker:
+        tell_end(s, state, ending)
     elif state.outgoing is None:
         s.send(FRONTEND, _report(state, ending))
     elif ending.reason == "error" and state.outgoing in s.outgoing:

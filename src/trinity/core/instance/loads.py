@@ -92,5 +92,5 @@ def queued(s: State) -> dict[str, int]:
 
 def _left(state: RequestState, letter: str) -> int:
     if letter == "E":
-        return sum(slot.span.tokens for slot in state.media if not slot.ready)
+        return sum(slot.span.tokens for slot in state.media if not slot.ready and not slot.helper)
     return state.prefill_end - state.prefilled if letter == "P" else 1

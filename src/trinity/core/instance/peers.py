@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from trinity.core.instance.helpers import lose_helper
 from trinity.core.instance.lifecycle import end
 from trinity.core.instance.loads import followers
 from trinity.core.instance.state import State, failure
@@ -25,6 +26,8 @@ def handle_peer_load(s: State, event: PeerLoad, now: float) -> None:
 def handle_peer_suspect(s: State, event: PeerSuspect, now: float) -> None:
     """Route past a peer that is silent; what is under way with it goes on."""
     s.router.suspect(event)
+    if event.name in s.router.suspects:
+        lose_helper(s, event.name)
 
 
 def handle_peer_lost(s: State, event: PeerDown, now: float) -> None:
@@ -38,6 +41,7 @@ def handle_peer_lost(s: State, event: PeerDown, now: float) -> None:
     name = s.settings.name
     s.last_heard.pop(event.name, None)
     give_up_fetches(s, event.name, now)
+    lose_helper(s, event.name)
     for request in list(s.incoming.values()):
         state = s.requests[request]
         incoming = state.incoming

@@ -52,7 +52,7 @@ MOVES: dict[Phase, dict[Phase, str]] = {
         Phase.GONE: "too large for this instance, or passed on to an encoder",
     },
     Phase.IMAGE_QUEUE: {
-        Phase.ENCODING: "admitted: it has its image blocks",
+        Phase.ENCODING: "admitted: it has its image blocks, or helpers have all its features",
         Phase.GONE: ENDED,
     },
     Phase.ENCODING: {

@@ -20,13 +20,18 @@ FEATURES_GONE = "missing"  # outcome of an offer whose named holder no longer ha
 
 @dataclass(slots=True)
 class MediaSlot:
-    """One media item of a request: its blocks in the encoder cache once reserved; ``ready`` once they hold features."""
+    """One media item of a request: its blocks in the encoder cache once reserved; ``ready`` once they hold features.
+
+    ``helper``: instance that was asked to encode it meanwhile; ``begun``: it does so just now, and this one waits.
+    """
 
     span: MediaSpan
     keys: list[Key]
     blocks: tuple[int, ...] = ()
     ready: bool = False
     holder: str = ""  # another instance has the features: they are ready there, and no blocks are reserved here
+    helper: str = ""
+    begun: bool = False
 
     def hold(self, blocks: tuple[int, ...], *, ready: bool) -> None:
         """Take these blocks; ``ready``: they have the features already."""
@@ -43,6 +48,10 @@ class MediaSlot:
     def find_at(self, holder: str) -> None:
         """Note which other instance has the features, "" where none is known to."""
         self.holder, self.ready = holder, bool(holder)
+
+    def leave_to(self, helper: str, *, begun: bool = False) -> None:
+        """Leave it to another instance, "" for none: it is encoded here."""
+        self.helper, self.begun = helper, begun
 
 
 @dataclass(slots=True)
@@ -64,6 +73,7 @@ class RequestState:
     - ``stored_tokens``: its outputs, except those that ``decode_batch`` still holds. ``tokens`` collects these first.
     - ``cached_tokens``: ``prefill_start`` of its first prefill, as ``Finished`` reports it.
     - ``rows``: features that were collected for its reader, by media item.
+    - ``asker``: it is one media item, encoded for a request that is at this instance; "" for none.
     """
 
     work: Work
@@ -100,6 +110,7 @@ class RequestState:
     transfers: list[dict[str, Any]] = field(default_factory=list)
     route: tuple[str, ...] = ()
     rows: tuple[Any, ...] = ()
+    asker: str = ""
 
     def __post_init__(self) -> None:
         self.attempt, self.max_tokens, self.stop_ids = self.work.attempt, self.work.max_tokens, self.work.stop_ids

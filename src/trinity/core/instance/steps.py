@@ -5,11 +5,12 @@ from __future__ import annotations
 from trinity.core.instance.admission import Candidates, next_decodes, own_items
 from trinity.core.instance.collection import collect_features
 from trinity.core.instance.growth import grow_tables
+from trinity.core.instance.helpers import call_off, tell_begun
 from trinity.core.instance.lanes import LANE_STAGES, StepInFlight
 from trinity.core.instance.lifecycle import conclude_if_quiet, drop_media, end, queue_prefill
 from trinity.core.instance.request_state import RequestState
 from trinity.core.instance.state import State
-from trinity.core.messages import FRONTEND, Emit, Encode, Prefill, Sampled, Step, Stepped
+from trinity.core.messages import ENCODED, FRONTEND, Emit, Encode, Prefill, Sampled, Step, Stepped
 from trinity.core.migration.kv_source import finish_chunk, layers_per_group, measure_step_tail, open_streams
 from trinity.core.migration.kv_target import publish_kv
 from trinity.core.migration.source import announce, may_offer, offer_kv, offer_media
@@ -54,6 +55,7 @@ def _fill(s: State, lane: str, now: float) -> bool:
     for state in admitted:
         _media_progress(s, state, now)
     if scheduled is not None:
+        tell_begun(s, scheduled)
         _announce_media(s, scheduled, now)
         open_streams(s, scheduled, now)
     return bool(admitted or candidates.uncovered or s.preemptions > preempted)
@@ -76,6 +78,7 @@ def _encode_rows(s: State, request: str, items: tuple[int, ...]) -> list[Encode]
     for item in items:
         if item in mine:
             slot = state.media[item]
+            call_off(s, state, item)
             s.pending[slot.span.content].in_step = True
             inputs = state.inputs[item] if state.inputs else None
             rows.append(Encode(request, item, slot.span, slot.blocks, inputs))
@@ -130,7 +133,7 @@ def _encoded(s: State, step: Step, event: Stepped, now: float) -> None:
         state = s.requests[request]
         for item in items:
             state.media[item].fill()
-        if state.ending is None:
+        if state.ending is None and request not in event.failed:  # it might find no prefill instance, and end twice
             _media_progress(s, state, now, tuple(items))
 
 
@@ -141,7 +144,10 @@ def _next_provider(s: State, row: Encode) -> None:
 
 def _media_progress(s: State, state: RequestState, now: float, items: tuple[int, ...] = ()) -> None:
     """Announce features that are ready, or queue for prefill here once all are, or collect them for their reader."""
-    if state.work.encode_only:
+    if state.asker:
+        if all(slot.ready for slot in state.media):
+            end(s, state, now, ENCODED)
+    elif state.work.encode_only:
         if all(slot.ready for slot in state.media):
             collect_features(s, state, now)
     elif "P" not in s.settings.roles:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from trinity.core.instance.helpers import take_answer
 from trinity.core.instance.lifecycle import end, hand_on, send_commit
+from trinity.core.instance.phases import Phase
 from trinity.core.instance.request_state import Lease, MediaSlot, RequestState
 from trinity.core.instance.state import State, failure, nowhere
-from trinity.core.messages import IMAGE, KV, Failure, Offer, Part, Ready, Work
+from trinity.core.messages import IMAGE, KV, Failure, Helped, Offer, Part, Ready, Work
 from trinity.core.migration.remote_features import remember_skipped
 from trinity.core.routing import BadChoice
 
@@ -13,7 +15,7 @@ from trinity.core.routing import BadChoice
 def may_offer(s: State, state: RequestState) -> bool:
     """True where the features may be announced: one is ready, or being encoded (``TransferPolicy.early``)."""
     chosen = s.settings.transfers
-    if not chosen.prefetch or any(slot.holder for slot in state.media):  # those it may have to encode after all
+    if not chosen.prefetch or any(slot.holder or slot.helper for slot in state.media):  # may have to be encoded here
         return all(slot.ready for slot in state.media)
     return any(slot.ready or (chosen.early and _being_encoded(s, slot)) for slot in state.media)
 
@@ -39,6 +41,23 @@ def offer_media(s: State, state: RequestState, now: float) -> None:
         announce(s, state, ready)
     if all(slot.ready for slot in state.media):
         _commit(s, state, now)
+
+
+def offer_found(s: State, state: RequestState, now: float) -> None:
+    """Offer the features of a request that waits for the encoder, all of which other instances have."""
+    s.move(state, Phase.ENCODING, now)
+    offer_media(s, state, now)
+
+
+def handle_helped(s: State, event: Helped, now: float) -> None:
+    """A helper's answer: offer the features if they are all there."""
+    state = take_answer(s, event)
+    if state is None:
+        return
+    if state.phase is Phase.IMAGE_QUEUE and all(slot.holder for slot in state.media):
+        offer_found(s, state, now)
+    elif state.phase is Phase.ENCODING and state.outgoing is None and may_offer(s, state):
+        offer_media(s, state, now)
 
 
 def offer_kv(s: State, state: RequestState, now: float) -> None:

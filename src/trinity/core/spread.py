@@ -1,0 +1,85 @@
+"""Spreads the media items of a request over several encoders (EPDServe 3.2.2, intra-request parallelism)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from msgspec.structs import replace
+
+from trinity.core.life_names import name_help
+from trinity.core.messages import MediaSpan, Send, Submit, Work
+from trinity.core.routing import UNKNOWN_UNIT_S, Router
+
+LEAST_GAIN = 0.1  # of the seconds until all items are encoded: below it a request stays with one encoder
+
+
+def send_spread(router: Router, first: str, sent: Submit, most: int) -> list[Send]:
+    """Send a request to its first instance, and items of it to at most ``most - 1`` helpers."""
+    helpers = deal_items(router, sent.work, first, most) if most > 1 else ()
+    if not helpers:
+        return [Send(first, sent)]
+    asked: dict[str, int] = {}
+    for item, span in enumerate(sent.work.media):
+        if helpers[item]:
+            asked.setdefault(span.content, item)
+    helps = [Send(helpers[item], _help(sent.work, item, sent.inputs, first)) for item in asked.values()]
+    return [Send(first, replace(sent, helpers=helpers)), *helps]
+
+
+def _help(work: Work, item: int, inputs: Sequence[Any], asker: str) -> Submit:
+    """The item as a request of its own, which ends with its features in the encoder cache."""
+    name, media = name_help(work.request, work.attempt, item), (work.media[item],)
+    alone = replace(work, request=name, media=media, prompt=(), max_tokens=1, outputs=0, encode_only=True)
+    return Submit(alone, tuple(inputs[item : item + 1]), asker=asker)
+
+
+def deal_items(router: Router, work: Work, first: str, most: int) -> tuple[str, ...]:
+    """Name the helper of each media item, "" for none; () where all stay with ``first``.
+
+    Largest items first, each to the encoder predicted to be through with it first; items of one content stay together.
+    Encoders that would be busy until ``first`` is through with all items get none, nor do those that prefill as well.
+    """
+    own = router.peers[first]
+    if work.encode_only or len(work.media) < 2 or "E" not in own.roles or "P" in own.roles:
+        return ()
+    new = {span.content: span for span in work.media if not router.holder(span, "")}
+    idle = _find_idle(router, work, first, sum(span.tokens for span in new.values()))
+    chosen = _deal(new, idle[:most], first)
+    for content, name in chosen.items():
+        router.count(name, "E", new[content].tokens)
+        router.count(first, "E", -new[content].tokens)
+    return tuple(chosen.get(span.content, "") for span in work.media) if chosen else ()
+
+
+def _find_idle(router: Router, work: Work, first: str, tokens: int) -> list[tuple[float, float, str]]:
+    """List encoders by the seconds of work that they have: these, seconds of a visual token, and name; first first."""
+    peers = [peer for peer in router.trusted(router.fitting("E", work)) if "P" not in peer.roles and peer.name != first]
+    names = [first, *(peer.name for peer in peers)]
+    known = [router.loads[name].unit_s.get("E", 0.0) if name in router.loads else 0.0 for name in names]
+    other = max(known) or UNKNOWN_UNIT_S  # of one that has encoded nothing yet
+    units = [each or other for each in known]
+    waits = [router.seconds(name, "E") for name in names]
+    waits[0] = max(0.0, waits[0] - _counted(work) * (known[0] or UNKNOWN_UNIT_S))  # which counts this request already
+    alone = waits[0] + tokens * units[0]
+    free = [each for each in zip(waits[1:], units[1:], names[1:], strict=True) if each[0] < alone - waits[0]]
+    return [(waits[0], units[0], first), *sorted(free, key=lambda each: each[0])]
+
+
+def _counted(work: Work) -> int:
+    return sum(span.tokens for span in work.media)
+
+
+def _deal(new: dict[str, MediaSpan], encoders: list[tuple[float, float, str]], first: str) -> dict[str, str]:
+    """Deal contents to encoders. Returns the helper of each that does not stay; {} where that gains too little."""
+    through = {name: wait for wait, _, name in encoders}
+    units = {name: unit for _, unit, name in encoders}
+    alone = through[first] + sum(span.tokens for span in new.values()) * units[first]
+    chosen: dict[str, str] = {}
+    for content, span in sorted(new.items(), key=lambda each: -each[1].tokens):
+        name = min(through, key=lambda each: through[each] + span.tokens * units[each])
+        through[name] += span.tokens * units[name]
+        if name != first:
+            chosen[content] = name
+    used = max((through[name] for name in {first, *chosen.values()}), default=0.0)
+    return chosen if used <= (1 - LEAST_GAIN) * alone else {}
