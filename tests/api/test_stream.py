@@ -38,6 +38,8 @@ class Desk:
     def on_end(self, stream: Stream) -> None:
         self.over.append(stream)
 
+    async def move(self, request_id: str, to: str, within_s: float) -> None: ...
+
     def find_place(self, request_id: str) -> str:
         return "" if self.over else "P"
 

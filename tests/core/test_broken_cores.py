@@ -15,6 +15,7 @@ from trinity.core.frontend import FrontendCore
 from trinity.core.instance import admission, arrival, instance_core, lifecycle, steps
 from trinity.core.instance import state as core_state
 from trinity.core.instance.decode_batch import DecodeBatch
+from trinity.core.instance.lanes import count_in_flight
 from trinity.core.instance.phases import Phase
 from trinity.core.instance.request_state import RequestState
 from trinity.core.instance.state import State
@@ -86,7 +87,7 @@ def a_block_is_matchable_before_its_step_has_ended(monkeypatch: pytest.MonkeyPat
 
 @broken
 def blocks_are_given_back_while_a_second_step_has_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(State, "in_step", lambda s, request: s.count_in_flight()[request] > 1)
+    monkeypatch.setattr(State, "in_step", lambda s, request: count_in_flight(s.lanes)[request] > 1)
 
 
 @broken

@@ -12,12 +12,13 @@ from typing import Any, TypeVar
 from trinity.core import InstanceCore
 from trinity.core.block_pool import DIGEST, media_keys, prefix_keys
 from trinity.core.frontend import Deliver, End, FrontendCore
-from trinity.core.frontend_events import Prepare
+from trinity.core.frontend_events import MoveEnd, Prepare
 from trinity.core.instance.state import Settings
 from trinity.core.messages import (
     IMAGE,
     KV,
     Cancel,
+    Caught,
     Close,
     Collect,
     Commit,
@@ -29,7 +30,9 @@ from trinity.core.messages import (
     Grow,
     Helped,
     MediaSpan,
+    Move,
     Moved,
+    NotMoved,
     Offer,
     Open,
     Part,
@@ -174,6 +177,8 @@ def _line(value: Value) -> str:
         return f"prepare {value.life}"
     if isinstance(value, Deliver):
         return f"deliver {value.request}#{value.index}={value.sampled.token}"
+    if isinstance(value, MoveEnd):
+        return f"{value.request} {'is not moved: ' + value.failure.fields['reason'] if value.failure else 'is moved'}"
     assert isinstance(value, End)
     return f"end {value.request} {value.reason}{f' {value.failure.error}' if value.failure else ''}"
 
@@ -206,6 +211,12 @@ def _message(value: Value) -> str:
         return f"helped {value.help} {value.said}"
     if isinstance(value, Gone):
         return f"gone {value.request} with {value.to}"
+    if isinstance(value, Caught):
+        return f"caught {value.id}"
+    if isinstance(value, Move):
+        return f"move {value.request} to {value.to}"
+    if isinstance(value, NotMoved):
+        return f"not moved {value.request} {value.failure.fields['reason']}"
     assert isinstance(value, Cancel | Forget)
     return f"{type(value).__name__.lower()} {value.request}"
 

@@ -13,6 +13,7 @@ import msgspec
 from trinity.core import InstanceCore
 from trinity.core.failure_policy import NO_RECOVERY, FailurePolicy
 from trinity.core.frontend import Abort, Deliver, End, FrontendCore
+from trinity.core.frontend_events import MoveEnd, MoveRequest
 from trinity.core.instance.settings import Settings
 from trinity.core.messages import (
     Collect,
@@ -125,18 +126,24 @@ class FrontEnd:
         self.delivered: Counter[str] = Counter()
         self.ends: dict[str, str] = {}
         self.given_up: set[str] = set()
+        self.asked: Counter[str] = Counter()  # moves without an answer
         for each in peers:
             self.core.handle(InstanceCore(each).announcement(), 0.0)
 
     def handle(self, event: Value) -> list[Send]:
         if isinstance(event, Abort):
             self.given_up.add(event.request)
+        elif isinstance(event, MoveRequest):
+            self.asked[event.request] += 1
         commands = self.core.handle(event, 0.0)
         for command in commands:
             if isinstance(command, Deliver):
                 assert command.request not in self.ends, f"a token of {command.request} after its end"
                 assert command.index == self.delivered[command.request], f"{command} out of order"
                 self.delivered[command.request] += 1
+            elif isinstance(command, MoveEnd):
+                self.asked[command.request] -= 1
+                assert self.asked[command.request] >= 0, f"{command} again"
             elif isinstance(command, End):
                 assert command.request not in self.ends, f"{command.request} ended twice"
                 whole = command.finished is not None and self.delivered[command.request] == command.finished.count
@@ -151,10 +158,11 @@ class FrontEnd:
         return []
 
     def content(self) -> Any:
-        return freeze((self.core, self.delivered, self.ends, self.given_up))
+        return freeze((self.core, self.delivered, self.ends, self.given_up, +self.asked))
 
     def problem(self) -> str:
-        return f"the front end still waits for {sorted(self.core.entries)}" if self.core.entries else ""
+        waits = sorted(self.core.entries) or sorted(+self.asked)
+        return f"the front end still waits for {waits}" if waits else ""
 
 
 class Events:

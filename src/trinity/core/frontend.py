@@ -21,8 +21,9 @@ from trinity.core.front_door import find_malformed, find_overload
 from trinity.core.frontend_events import Abort as Abort
 from trinity.core.frontend_events import Deliver as Deliver
 from trinity.core.frontend_events import End as End
-from trinity.core.frontend_events import Prepared
+from trinity.core.frontend_events import MoveRequest, Prepared
 from trinity.core.frontend_losses import end_of_loss, find_loss, whom_to_cancel
+from trinity.core.frontend_moves import begin_move, drop_move, note_moved, refuse_move
 from trinity.core.frontend_request import (
     FrontendRequest,
     Life,
@@ -42,6 +43,7 @@ from trinity.core.messages import (
     Forget,
     Gone,
     Moved,
+    NotMoved,
     PeerDown,
     PeerLoad,
     PeerSuspect,
@@ -86,6 +88,8 @@ class FrontendCore(FrontendStarts):
             Tick: self._expire,
             Moved: self._moved,
             Gone: self._missing,
+            MoveRequest: lambda each, now: self._out.extend(begin_move(self.entries, self.router, each)),
+            NotMoved: lambda each, now: self._out.extend(refuse_move(self.lives, each)),
             Prepared: self._prepared,
             PeerUp: self._back,
             PeerDown: self._lost,
@@ -179,9 +183,7 @@ class FrontendCore(FrontendStarts):
     def _moved(self, event: Moved, now: float) -> None:
         entry = self._current(event.request, event.attempt, event.to)
         if entry is not None:
-            entry.hops[event.hop] = Life(event.to, event.epoch)
-            if event.source:
-                entry.prefilled_at = entry.hops[event.hop - 1] = Life(event.source, event.source_epoch)
+            self._out += note_moved(entry, event)
             self._check_lives(entry, now)
 
     def _missing(self, event: Gone, now: float) -> None:
@@ -213,8 +215,7 @@ class FrontendCore(FrontendStarts):
                 self._cancel(entry)  # the first one may have ended there
 
     def _cancel(self, entry: FrontendRequest) -> None:
-        for name in whom_to_cancel(entry, self.router):
-            self._out.append(Send(name, Cancel(entry.work.request)))
+        self._out += [Send(name, Cancel(entry.work.request)) for name in whom_to_cancel(entry, self.router)]
 
     def _check_lives(self, entry: FrontendRequest, now: float) -> None:
         lost = find_loss(entry, self.router)
@@ -263,6 +264,7 @@ class FrontendCore(FrontendStarts):
         finished = entry.finished
         if finished is None or (not entry.aborted and entry.delivered < finished.count):
             return
+        self._out += drop_move(entry)
         if not entry.aborted and (entry.lost is not None or may_go_on(finished)):
             problem = self._go_on(entry, finished, now)
             if problem is None:
@@ -326,8 +328,7 @@ class FrontendCore(FrontendStarts):
         entry.input_bytes = 0
 
     def _forget(self, request: str, attempt: int, route: Sequence[str]) -> None:
-        for name in filter(None, dict.fromkeys(route)):
-            self._out.append(Send(name, Forget(request, attempt)))
+        self._out += [Send(name, Forget(request, attempt)) for name in filter(None, dict.fromkeys(route))]
 
     def _end(self, entry: FrontendRequest, reason: str) -> None:
         entry.ended = True

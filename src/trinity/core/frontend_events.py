@@ -25,6 +25,20 @@ class Prepared(Value, frozen=True):
     failure: Failure | None = None
 
 
+class MoveRequest(Value, frozen=True):
+    """User to front end: have this request, which decodes, go on at instance ``to``. Answered by one MoveEnd."""
+
+    request: str
+    to: str
+
+
+class MoveEnd(Value, frozen=True):
+    """Front end to user: the request is where it was to move to, or why it is not."""
+
+    request: str
+    failure: Failure | None = None
+
+
 class Deliver(Value, frozen=True):
     """Front end to reader: the next token of a request, in order, once."""
 

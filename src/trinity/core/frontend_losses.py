@@ -14,18 +14,18 @@ def lives_on(router: Router, life: Life) -> bool:
 
 
 def find_loss(entry: FrontendRequest, router: Router) -> Life | None:
-    """The lost instance that a request is at, or that alone has its first token; None where it is not lost.
+    """The lost instance that a request is at, or that alone has tokens of it; None where it is not lost.
 
     An instance's words come in order, and those that were cut off were its last ones: after its end all is heard of it
     that ever will be. What it gave to others is heard from them (``Moved``, ``Gone``).
     """
     if entry.waits:
         return None
-    place, first = entry.hops[max(entry.hops)], entry.prefilled_at
+    place = entry.hops[max(entry.hops)]
     if entry.finished is None and not lives_on(router, place):
         return place
-    nothing_yet = entry.delivered == entry.base and not entry.aborted
-    return first if first is not None and nothing_yet and not lives_on(router, first) else None
+    owing = () if entry.aborted else [life for life, end in entry.senders if entry.delivered < end]
+    return next((life for life in owing if not lives_on(router, life)), None)
 
 
 def end_of_loss(entry: FrontendRequest, lost: Life, router: Router) -> Finished:

@@ -30,7 +30,8 @@ class FrontendRequest:
     ``id`` is its reader's name for it, ``work.request`` that of its present life, which the instances know.
 
     - ``hops``: the lives of instances that this attempt of it has come to, by number, as far as they are known: it is
-      at the last one. ``prefilled_at``: the life that sends its first token, where another one decodes.
+      at the last one. ``senders``: the lives that send its tokens before an index, from which on others do.
+    - ``moving``: the instance that its decode was asked to move to, until that is answered.
     - ``lost``: the instance that was lost with it, once that is known.
     - ``waits``: it is at no instance, until one with the stage that it needs is up, or till ``retry_at``; at
       ``gives_up_at`` (clock times) it is given up. ``waited_s``: how long it waited before that, since its last loss.
@@ -59,7 +60,8 @@ class FrontendRequest:
     kept_bytes: int = 0  # of its inputs that are kept here
     dropped: bool = False
     preparing: bool = False
-    prefilled_at: Life | None = None
+    senders: list[tuple[Life, int]] = field(default_factory=list)
+    moving: str = ""
     lost: Life | None = None
     began: float = 0.0  # clock time at which this life was sent
     recoveries: int = 0
@@ -134,7 +136,8 @@ class FrontendRequest:
         """Note that this life of it is sent to its first instance."""
         self.waited_s += now - self.waits_since if self.waits else 0.0
         self.first, self.hops, self.began = first.name, {0: first}, now
-        self.finished = self.prefilled_at = self.lost = None
+        self.finished = self.lost = None
+        self.senders.clear()
         self.base, self.waits, self.retry_at, self.gives_up_at = self.delivered, False, inf, inf
         self.recomputing = len(self.work.prompt) + self.delivered if self.former else 0
 
@@ -147,7 +150,8 @@ class FrontendRequest:
             self.waits_since = now
             self.gives_up_at = inf if wait_s is None else now + max(0.0, wait_s - self.waited_s)
         self.first, self.hops, self.waits, self.retry_at = "", {}, True, retry_at
-        self.finished = self.prefilled_at = self.lost = None
+        self.finished = self.lost = None
+        self.senders.clear()
         self.inputs = () if self.dropped and self.work.attempt else self.inputs
 
     def end_life(self, finished: Finished, now: float) -> None:

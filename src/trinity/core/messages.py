@@ -61,6 +61,14 @@ class Cancel(Value, frozen=True):
     request: str
 
 
+class Move(Value, frozen=True):
+    """Have this attempt of a request, which decodes here, go on at ``to``; answered by its Moved or by NotMoved."""
+
+    request: str
+    attempt: int
+    to: str
+
+
 class Forget(Value, frozen=True):
     """This attempt of the request, and all before it, have ended everywhere: drop what is left of them."""
 
@@ -87,7 +95,8 @@ class Offer(Value, frozen=True, kw_only=True):
     """Source to target, step 1: offers blocks to pull.
 
     ``generation`` is the source's count of revocations: a block with a higher one is no longer part of this offer.
-    ``epoch``: which life of the source it is.
+    ``epoch``: which life of the source it is. ``moves``: of a decode, which goes on at the source unless the target has
+    all of it (``Caught``).
     """
 
     id: str
@@ -98,6 +107,7 @@ class Offer(Value, frozen=True, kw_only=True):
     route: tuple[str, ...] = ()
     generation: int = 0
     epoch: int = 0
+    moves: bool = False
 
 
 class Ready(Value, frozen=True):
@@ -115,6 +125,13 @@ class Ready(Value, frozen=True):
     again: bool = False
     digests: tuple[int, ...] = ()
     digest_s: float = 0.0
+
+
+class Caught(Value, frozen=True):
+    """Target to source, once: all blocks of an offer that ``moves`` are here. Answered by Commit, else by Withdraw."""
+
+    id: str
+    target: str
 
 
 class Commit(Value, frozen=True):
@@ -140,7 +157,9 @@ class Withdraw(Value, frozen=True):
 
 
 class Release(Value, frozen=True):
-    """Target to source, once, step 4: the lease ends. ``outcome``: pulled, cached, cancelled, failed or missing.
+    """Target to source, once, step 4: the lease ends.
+
+    ``outcome``: pulled, cached, cancelled, failed, missing, or refused (without Commit).
 
     ``cost``: measured time of pulls from the source, (seconds per pull, seconds per layer of a block).
     """
@@ -244,7 +263,8 @@ class Moved(Value, frozen=True):
     """Instance to front end, ahead of all else of this request: another instance has handed it on to me.
 
     ``to`` is my name and ``epoch`` my life; ``hop`` counts instances from 0: channels may reorder hops. ``source``: the
-    instance that prefilled it and sends the token before my first, in its life ``source_epoch``; "" for none.
+    instance that sends the token before my first, in its life ``source_epoch``; "" for none. ``start``: the index of my
+    first, where it decoded there; 0 where that instance only prefilled it.
     """
 
     request: str
@@ -254,6 +274,7 @@ class Moved(Value, frozen=True):
     epoch: int = 0
     source: str = ""
     source_epoch: int = 0
+    start: int = 0
 
 
 class Gone(Value, frozen=True):
@@ -268,6 +289,14 @@ class Gone(Value, frozen=True):
     to: str
     hop: int
     epoch: int = 0
+
+
+class NotMoved(Value, frozen=True):
+    """Instance to front end: a request that was to ``Move`` has not, and goes on here if it is here."""
+
+    request: str
+    attempt: int
+    failure: Failure
 
 
 # ---------------------------------------------------------------- shell → its core

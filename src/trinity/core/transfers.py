@@ -33,6 +33,8 @@ class TransferPolicy:
     - ``kv`` ("auto"): "off" moves a prompt's KV when its prefill has ended; "layer" moves each layer and each finished
       chunk while prefill goes on; "grouped" moves groups of layers, as many as ``group_layers`` finds best (EPD-Serve
       3.3); "auto" is "grouped" for each prompt whose transfer would take 5 ms, by pulls measured so far, else "off".
+    - ``move_s`` (seconds, 5): a decode that moves (``Stream.move``), and whose KV is not at its target by then, goes on
+      where it is.
     - ``lease_s`` (seconds, 30): time for which blocks on their way stay leased to a silent peer before they are taken
       back and the request fails. Instances send heartbeats at least four times in it.
 
@@ -43,6 +45,7 @@ class TransferPolicy:
     early: bool = True
     kv: KvMode = "auto"
     store: bool = True
+    move_s: Positive = 5.0
     lease_s: Positive = 30.0
 
 

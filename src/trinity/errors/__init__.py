@@ -16,7 +16,8 @@
     │   ├── Overloaded                the waiting queue is full
     │   ├── DeadlineExceeded          its deadline passed before its last token (``.output``)
     │   ├── StageError                a stage raised an error on it (``.stage``)
-    │   └── MigrationError            its blocks could not be moved (``.source .target .kind``)
+    │   ├── MigrationError            its blocks could not be moved (``.source .target .kind``)
+    │   └── MoveError                 it decodes on where it is (``.reason``)
     ├── TransportError                a transport failed (``.scheme .peer``)
     │   ├── TransportUnavailable      the transport cannot run here
     │   ├── HandshakeError            the peer has the wrong identity, version or secret
@@ -128,6 +129,20 @@ class MigrationError(RequestError):
     def __init__(self, message: str, request_id: str = "", source: str = "", target: str = "", kind: str = "") -> None:
         super().__init__(message, request_id)
         self.source, self.target, self.kind = source, target, kind
+
+
+class MoveError(RequestError):
+    """A decode was to move (``Stream.move``) and did not: nothing is lost, and it goes on. ``.reason`` says why.
+
+    - "unknown", "lost", "no decode", "same", "too large": there is no such instance, it is not up, has no stage D, has
+      the request already, or can never hold it.
+    - "not decoding", "moving", "ended": the request has no token yet or is recomputed, moves already, or has ended.
+    - "refused", "unpulled", "late": the instance has no room just now, could not pull the blocks, or took too long.
+    """
+
+    def __init__(self, message: str, request_id: str = "", reason: str = "") -> None:
+        super().__init__(message, request_id)
+        self.reason = reason
 
 
 class TransportError(TrinityError):

@@ -11,11 +11,12 @@ from typing import Literal
 
 from trinity.connector import Connector
 from trinity.core.frontend import Abort, Deliver, End, FrontendCore
-from trinity.core.frontend_events import Prepare
+from trinity.core.frontend_events import MoveEnd, Prepare
 from trinity.core.messages import PeerDown, Send, Submit, Tick, Value
 from trinity.errors import ClosedError, ConfigError, Overloaded, RequestError
 from trinity.metrics import Metrics
 from trinity.pipeline.inputs_again import prepare_again
+from trinity.pipeline.moves import Moves
 from trinity.pipeline.request_map import ServeOne
 from trinity.pipeline.stream import Stream, make_late_failure, record_end, record_refused, reduce_deadline
 from trinity.pipeline.transfer_ways import TransferWays
@@ -56,6 +57,7 @@ class FrontendHost:
         self._preparing_again: set[asyncio.Task[None]] = set()
         self._events: deque[Value] = deque()
         self._carrying = False
+        self._moves = Moves()
         self._broken: BaseException | None = None
         self._ways = TransferWays()
         self._timer: asyncio.TimerHandle | None = None
@@ -160,6 +162,11 @@ class FrontendHost:
         hops = {} if entry is None or entry.ended else entry.hops.copy()  # a SyncStream asks from another thread
         return hops[max(hops)].name if hops else ""
 
+    async def move(self, request_id: str, to: str, within_s: float) -> None:
+        """Have a request that decodes go on at another instance. Raises what ``Stream.move`` does."""
+        self.check_open()
+        await self._moves.ask(self.post, request_id, to, within_s)
+
     # ---------------------------------------------------------------- events and commands
 
     def post(self, event: Value) -> None:
@@ -189,6 +196,8 @@ class FrontendHost:
                 self.send_to_peer(command.to, command.message)
             elif isinstance(command, Prepare):
                 self._start_to_prepare(command.request, command.life)
+            elif isinstance(command, MoveEnd):
+                self._moves.answer(command)
         self._arm()
         if len(self.core.entries) < before:
             self._note_departure()
@@ -251,6 +260,7 @@ class FrontendHost:
                 stream.end(End(stream.request.request_id, "error"))
                 text = f"instance {name} failed ({error!r}); close the pipeline and make a new one"
                 stream.fail(RequestError(text, stream.request.request_id), error)
+        self._moves.give_up(f"instance {name} failed ({error!r})")
         self._departed.set()
 
     # ---------------------------------------------------------------- waits and ends

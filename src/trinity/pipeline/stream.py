@@ -37,6 +37,8 @@ class StreamHost(Protocol):
 
     def find_place(self, request_id: str) -> str: ...
 
+    async def move(self, request_id: str, to: str, within_s: float) -> None: ...
+
 
 class Stream:
     """One request in flight: ``async with pipe.stream(request) as tokens: async for token in tokens``.
@@ -95,6 +97,14 @@ class Stream:
     def place(self) -> str:
         """Name of the instance that has the request now, as far as is known; "" before and after."""
         return self._host.find_place(self.request.request_id)
+
+    async def move(self, to: str, within_s: float = 30.0) -> None:
+        """Have the request, which decodes, go on at this instance; no token is lost, and none comes twice.
+
+        Returns once it is there. Raises ``MoveError`` where it goes on as before, or is not known to be there within
+        ``within_s`` (seconds); ``ClosedError`` where the pipeline is not running.
+        """
+        await self._host.move(self.request.request_id, to, within_s)
 
     def __repr__(self) -> str:
         begun = "in flight" if self._entered else "not begun"

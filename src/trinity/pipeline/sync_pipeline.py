@@ -211,6 +211,10 @@ class SyncStream:
         """As ``Stream.place``."""
         return self._stream.place
 
+    def move(self, to: str, within_s: float = 30.0) -> None:
+        """As ``Stream.move``."""
+        self._thread.run(self._stream.move, to, within_s)
+
     def __enter__(self) -> SyncStream:
         entered: list[Stream] = []  # a stream that was entered before is not this call's to end
         try:

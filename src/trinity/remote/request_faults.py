@@ -8,6 +8,7 @@ import msgspec
 
 from trinity.core.instance.state import State
 from trinity.core.messages import (
+    Caught,
     Commit,
     Emit,
     Failure,
@@ -34,7 +35,7 @@ def requests_of(message: Value, state: State | None = None) -> list[Attempt]:
         return list(dict.fromkeys(zip(message.requests, message.attempts, strict=True)))
     if isinstance(message, Finished):
         return [(message.request, message.attempt)]
-    if state is not None and isinstance(message, (Ready, Commit, Withdraw, Release, Fetch)):
+    if state is not None and isinstance(message, (Ready, Caught, Commit, Withdraw, Release, Fetch)):
         return _find_transfer(message.id, state)
     return []
 
@@ -45,7 +46,8 @@ def _find_transfer(offer: str, state: State) -> list[Attempt]:
         lease = state.outgoing[offer]
         return [(lease.request, lease.attempt)]
     here = state.requests.get(state.incoming.get(offer, ""))
-    return [(here.work.request, here.work.attempt)] if here is not None else []
+    incoming = here.incoming if here is not None else None
+    return [(incoming.offer.work.request, incoming.offer.work.attempt)] if incoming is not None else []
 
 
 def requests_in(frame: bytes) -> list[Attempt]:

@@ -10,6 +10,7 @@ import msgspec
 from trinity.core.instance.settings import Reservation
 from trinity.core.messages import (
     Cancel,
+    Caught,
     Commit,
     Emit,
     Fetch,
@@ -18,7 +19,9 @@ from trinity.core.messages import (
     Forget,
     Gone,
     Helped,
+    Move,
     Moved,
+    NotMoved,
     Offer,
     PeerDown,
     PeerLoad,
@@ -272,6 +275,7 @@ def _check_tensor(header: _TensorHeader) -> None:
 ControlMessage = (
     InstanceFailure
     | Cancel
+    | Caught
     | Commit
     | ConnectReport
     | DropPeer
@@ -284,7 +288,9 @@ ControlMessage = (
     | Helped
     | Gone
     | LinkEnded
+    | Move
     | Moved
+    | NotMoved
     | Offer
     | PeerLoad
     | PeerDown

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from trinity.core import InstanceCore
 from trinity.core.frontend import FrontendCore
+from trinity.core.instance.lanes import count_in_flight
 from trinity.core.instance.phases import Phase
 from trinity.core.instance.request_state import RequestState
 from trinity.core.instance.state import State
@@ -31,6 +32,7 @@ from trinity.core.messages import (
 )
 from trinity.testing.conversation import Conversation, ends_lease_early
 from trinity.testing.lives import Lives
+from trinity.testing.move_rules import MoveRules
 from trinity.testing.shadow import Shadow
 
 
@@ -60,6 +62,7 @@ def make_checks(
     settings = {name: core.settings for name, core in cores.items()}
     return [
         Conversation(cores),
+        MoveRules(cores, frontend),
         Shadow(settings, lives.is_deaf) if lives is not None else Shadow(settings),
         Bookkeeping(cores, frontend),
     ]
@@ -218,7 +221,7 @@ def check_state(s: State) -> None:
         assert counts == dict(holders), f"{s.settings.name}: {kind} references {counts}, holders {dict(holders)}"
     _check_places(s)
     assert s.leaving == {request for request, state in s.requests.items() if state.ending is not None}
-    assert s.count_in_flight().keys() <= s.requests.keys(), "a step has rows of a request that is gone"
+    assert count_in_flight(s.lanes).keys() <= s.requests.keys(), "a step has rows of a request that is gone"
     coming = Counter(s.requests[request].phase for request in s.incoming.values())
     assert s.arriving == {phase: coming[phase] for phase in s.arriving}, f"{s.arriving} are counted, {coming} arrive"
     _check_pending(s)
@@ -249,6 +252,7 @@ PHASE_QUEUES = {
     Phase.PREFILLING: "prefilling",
     Phase.KV_OFFER: "kv_offers",
     Phase.DECODING: "decoding",
+    Phase.MOVING: "moving",
 }
 
 
@@ -262,7 +266,7 @@ def _check_places(s: State) -> None:
     for request, state in s.requests.items():
         assert state.phase not in (Phase.NEW, Phase.GONE), f"{name}: {request} is here and {state.phase}"
         _check_history(state)
-    for batch in (s.encoding, s.prefilling, s.decoding):
+    for batch in (s.encoding, s.prefilling, s.decoding, s.moving):
         assert all(s.requests[request] is state for request, state in batch.items()), f"{name}: {batch} is not of here"
 
 
@@ -320,7 +324,7 @@ def check_forgotten(name: str, s: State) -> None:
         "fetches": s.fetches,
         "steps": {lane: running for lane, running in s.lanes.items() if running},
         "queues": [*s.encode_queue, *s.prefill_queue, *s.preempted, *s.migrated_queue, *s.image_offers, *s.kv_offers],
-        "batches": [*s.encoding, *s.prefilling, *s.decoding],
+        "batches": [*s.encoding, *s.prefilling, *s.decoding, *s.moving],
         "blocks": {kind: pool.held for kind, pool in s.pools.items() if pool.held},
     }
     kept = {what: each for what, each in left.items() if each}

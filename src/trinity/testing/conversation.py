@@ -21,6 +21,7 @@ from trinity.core.messages import (
     Finished,
     Forget,
     Helped,
+    Moved,
     Offer,
     Open,
     PeerDown,
@@ -95,7 +96,7 @@ class Conversation:
             self.aborted.add(event.request)
         elif isinstance(event, Submit) and name == FRONTEND:
             self.submitted.add(event.work.request)
-        elif isinstance(event, Offer) or (isinstance(event, Submit) and not event.asker):
+        elif (isinstance(event, Offer) and not event.moves) or (isinstance(event, Submit) and not event.asker):
             self.visited.add((name, event.work.request))
         elif isinstance(event, Ready) and event.again:
             transfer = self.transfers[event.id]
@@ -181,6 +182,8 @@ class Conversation:
                 self.silenced.add(message.request)  # the silent one may come back, and hand it on until it hears
             else:
                 self.over.add((name, message.request))
+        elif isinstance(message, Moved) and message.start:  # a decode: its offer alone leaves nothing behind
+            self.visited.add((name, message.request))
         elif isinstance(message, Forget):
             self.forgotten[to, message.request] += 1
         elif isinstance(message, Emit):

@@ -27,6 +27,7 @@ from typing import Any
 from trinity.core import InstanceCore
 from trinity.core.failure_policy import NO_RECOVERY, FailurePolicy
 from trinity.core.frontend import Abort, Deliver, End
+from trinity.core.frontend_events import MoveEnd
 from trinity.core.instance.state import Settings
 from trinity.core.messages import (
     FRONTEND,
@@ -128,6 +129,7 @@ class VirtualCluster(EventLoop):
         ] = {}  # and the life of its source, None: a former one
         self._flights: dict[tuple[str, str], deque[Step]] = {}  # of each lane; the first one runs
         self._broken: set[tuple[str, str]] = set()  # whose rows cannot go on: one of an earlier step has failed
+        self.carriers[MoveEnd] = lambda name, command: None  # nobody waits for it here
         self.carriers = {kind: partial(self._observe, carry) for kind, carry in self.carriers.items()}
         self.observers = make_checks(self.cores, self.frontend, self.lives) if observers is None else observers
 

@@ -17,6 +17,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from support.core_tables import done, image_offer, make_core, work
+from support.moving import moving_cluster
 from support.paths import ROOT
 from support.scenarios import pressed_cluster, random_cluster
 from tools import draw_phases
@@ -106,16 +107,22 @@ def encoding(seed: int) -> Walk:
     return lambda: random_cluster(seed, encode_only=0.5).run()
 
 
+def moving(seed: int) -> Walk:
+    return lambda: moving_cluster(seed, deaths=False).run()
+
+
 def walks() -> Iterator[Walk]:
     """By hand what is rare, then interleavings: first those that once met a rare move, then one after the other."""
     yield from (too_large, preempted_during_prefill, lambda: covered("cancelled"))
     yield from (lambda: covered("evicted"), lambda: covered("evicted", attempt=1))
     yield from (pressed(seed) for seed in (1, 2, 3, 7, 8, 9, 10, 16, 24, 118, 141, 145, 238, 350))
     yield from (at_random(seed) for seed in (4, 46, 72))
+    yield from (moving(seed) for seed in (0, 1, 2))
     for seed in range(ENOUGH):
         yield encoding(seed)
         yield pressed(seed)
         yield at_random(seed)
+        yield moving(seed)
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +141,7 @@ def test_every_row_of_the_table_is_taken_by_some_walk(taken: dict[Move, Walk]) -
     assert not dead, f"{ENOUGH} interleavings take no step from {', '.join(dead)}"
 
 
-@given(seed=st.integers(0, 2**32 - 1), make=st.sampled_from([at_random, encoding, pressed]))
+@given(seed=st.integers(0, 2**32 - 1), make=st.sampled_from([at_random, encoding, pressed, moving]))
 @example(seed=145, make=pressed)
 def test_every_walk_keeps_to_the_table(seed: int, make: Callable[[int], Walk]) -> None:
     """From NEW to GONE by rows of the table alone, whatever comes between."""

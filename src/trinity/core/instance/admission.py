@@ -7,7 +7,7 @@ from itertools import chain
 
 from trinity.core.instance.arrival import pass_to_encode
 from trinity.core.instance.helpers import call_off, is_near, left_items
-from trinity.core.instance.lanes import LANE_STAGES, outstanding
+from trinity.core.instance.lanes import LANE_STAGES, count_in_flight, outstanding
 from trinity.core.instance.lifecycle import release
 from trinity.core.instance.phases import Phase
 from trinity.core.instance.preemption import recompute
@@ -124,7 +124,7 @@ def next_decodes(s: State) -> tuple[str, ...]:
         and s.decode_batch.ends_none_within(sum(map(len, s.lanes.values())))
     ):
         return rows  # most steps
-    flying = s.count_in_flight()
+    flying = count_in_flight(s.lanes)
     found = [each for each, state in s.decoding.items() if state.outputs + flying[each] < state.max_tokens]
     if "D" in s.settings.roles:
         found += [request for request, state in s.prefilling.items() if _decodes_next(state)]

@@ -6,6 +6,7 @@ A request gets a block when its next token needs one. Where none is free the you
 
 from __future__ import annotations
 
+from trinity.core.instance.lanes import count_in_flight
 from trinity.core.instance.preemption import age, preempt
 from trinity.core.instance.request_state import RequestState
 from trinity.core.instance.state import State
@@ -44,7 +45,7 @@ def _is_running(s: State, request: str) -> bool:
 
 def _needs_block(s: State, rows: tuple[str, ...]) -> list[RequestState]:
     """Requests whose block table has no slot for their next token, counting the rows in flight."""
-    size, flying, found = s.settings.kv_block_size, s.count_in_flight(), []
+    size, flying, found = s.settings.kv_block_size, count_in_flight(s.lanes), []
     for request in rows:
         state = s.decoding.get(request)
         if state is not None:

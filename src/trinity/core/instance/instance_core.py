@@ -15,6 +15,7 @@ from trinity.core.instance.steps import handle_stepped, pump
 from trinity.core.instance.timers import handle_tick, next_timer
 from trinity.core.messages import (
     Cancel,
+    Caught,
     Collected,
     Commit,
     Fetch,
@@ -22,6 +23,7 @@ from trinity.core.messages import (
     Forget,
     Helped,
     LayersWritten,
+    Move,
     Offer,
     PeerDown,
     PeerLoad,
@@ -38,6 +40,7 @@ from trinity.core.messages import (
 )
 from trinity.core.migration.kv_source import handle_layers_written
 from trinity.core.migration.leases import handle_release
+from trinity.core.migration.moves import handle_caught, handle_move, offer_moves
 from trinity.core.migration.remote_features import handle_fetch, handle_fetched
 from trinity.core.migration.source import handle_helped
 from trinity.core.migration.target import handle_commit, handle_offer, handle_pulled, handle_ready, handle_withdraw
@@ -47,8 +50,10 @@ _HANDLERS: dict[type[Value], Callable[[State, Any, float], None]] = {
     Submit: handle_submit,
     Cancel: handle_cancel,
     Forget: handle_forget,
+    Move: handle_move,
     Offer: handle_offer,
     Ready: handle_ready,
+    Caught: handle_caught,
     Commit: handle_commit,
     Withdraw: handle_withdraw,
     Release: handle_release,
@@ -89,6 +94,8 @@ class InstanceCore:
         s, self._repeated = self.state, None
         s.out = []
         _HANDLERS[kind](s, event, now)
+        if s.moving:
+            offer_moves(s, now)
         if kind is not PeerUp and kind is not PeerLoad:
             pump(s, now)
         self._repeated = find_repeated(s)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Collection, Iterable
+from itertools import chain
 
 import msgspec
 
@@ -29,6 +30,12 @@ class StepInFlight(msgspec.Struct):  # which makes one in less time than a datac
 
 
 Flights = dict[str, deque[StepInFlight]]  # of each lane, in the order in which they run
+
+
+def count_in_flight(flights: Flights) -> Counter[str]:
+    """Count for each request the steps in flight that have rows of it."""
+    running = chain.from_iterable(flights.values())
+    return Counter(chain.from_iterable(each.requests for each in running))
 
 
 def outstanding(flights: Flights, own: str) -> Outstanding:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from trinity.core.instance.helpers import call_off_all, tell_end
 from trinity.core.instance.phases import Phase
-from trinity.core.instance.request_state import FEATURES_GONE, RequestState
+from trinity.core.instance.request_state import FEATURES_GONE, REFUSED, UNPULLED, RequestState
 from trinity.core.instance.state import State
 from trinity.core.messages import (
     ENCODED,
@@ -54,7 +54,7 @@ def handle_forget(s: State, event: Forget, now: float) -> None:
 
 def _call_off(s: State, state: RequestState, now: float) -> None:
     """End it here and at the target of its offer, which the front end may not know of yet."""
-    if state.outgoing in s.outgoing:
+    if state.outgoing in s.outgoing and state.phase is not Phase.MOVING:
         s.send(s.outgoing[state.outgoing].target, Cancel(state.work.request))
     end(s, state, now, "cancelled")
 
@@ -80,20 +80,30 @@ def _conclude(s: State, state: RequestState, now: float) -> None:
     assert state.ending is not None
     ending = state.ending
     state.book_time(now)
+    ours = not state.uncommitted
     if state.incoming is not None and not state.incoming.released:
-        release(s, state, {"error": "failed", FEATURES_GONE: FEATURES_GONE}.get(ending.reason, "cancelled"))
+        failed, left = ("failed", "cancelled") if ours else (UNPULLED, REFUSED)
+        release(s, state, {"error": failed, FEATURES_GONE: FEATURES_GONE}.get(ending.reason, left))
     if ending.reason == FEATURES_GONE:
         _give_back(s, state)
     elif state.asker:
         tell_end(s, state, ending)
-    elif state.outgoing is None:
-        s.send(FRONTEND, _report(state, ending))
+    elif state.phase is Phase.MOVING or state.outgoing is None:
+        _tell_end(s, state, ending, ours)
     elif ending.reason == "error" and state.outgoing in s.outgoing:
         s.send(s.outgoing[state.outgoing].target, Withdraw(state.outgoing, ending.failure))
     elif ending.reason != "cancelled" and state.outgoing in s.outgoing:
         send_commit(s, state, now, ending.reason)  # it ended with its first token: the target reports it
     drop_all(s, state)
     s.move(state, Phase.GONE, now)
+
+
+def _tell_end(s: State, state: RequestState, ending: Finished, ours: bool) -> None:
+    """Report the end, unless it is the source's to tell; the target of a decode that moves lets go of it."""
+    if state.outgoing in s.outgoing:
+        s.send(s.outgoing[state.outgoing].target, Withdraw(state.outgoing))
+    if ours:
+        s.send(FRONTEND, _report(state, ending))
 
 
 def _give_back(s: State, state: RequestState) -> None:

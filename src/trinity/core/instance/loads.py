@@ -21,6 +21,7 @@ WAITING = {
     Phase.KV_OFFER: "D",
     Phase.KV_PULL: "D",
     Phase.DECODING: "D",
+    Phase.MOVING: "D",
 }
 
 

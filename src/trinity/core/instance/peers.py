@@ -8,6 +8,7 @@ from trinity.core.instance.loads import followers
 from trinity.core.instance.state import State, failure
 from trinity.core.messages import FRONTEND, Gone, PeerDown, PeerLoad, PeerSuspect, PeerUp
 from trinity.core.migration.leases import take_back
+from trinity.core.migration.moves import LOST, give_up
 from trinity.core.migration.remote_features import give_up_fetches
 
 
@@ -54,7 +55,7 @@ def handle_peer_lost(s: State, event: PeerDown, now: float) -> None:
             take_back(s, lease)
             waiting = s.requests.get(lease.request)
             if waiting is not None and waiting.outgoing == lease.id:
-                end(s, waiting, now, "cancelled")
+                give_up(s, waiting, now, event.name, LOST)
     for request, stone in s.tombstones.items():
         if stone.target == event.name:
             s.send(FRONTEND, Gone(request, stone.attempt, name, event.name, stone.hop, epoch))

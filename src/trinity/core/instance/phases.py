@@ -33,6 +33,7 @@ class Phase(Enum):
     KV_OFFER = "waits for KV blocks to pull into"
     KV_PULL = "its KV is on its way"
     DECODING = "decodes"
+    MOVING = "goes on elsewhere, once no step has a row of it and its KV is there"
     GONE = "is not here any more"
 
     __hash__ = object.__hash__  # Enum's own is a Python function, and a move looks up six times
@@ -111,7 +112,12 @@ MOVES: dict[Phase, dict[Phase, str]] = {
     Phase.DECODING: {
         Phase.PREEMPTED_QUEUE: "preempted: its features are cached or not needed",
         Phase.IMAGE_QUEUE: "preempted: its media are encoded again",
+        Phase.MOVING: "another instance is to go on with it",
         Phase.GONE: ENDED,
+    },
+    Phase.MOVING: {
+        Phase.DECODING: "that instance refused it, could not pull its KV or was lost",
+        Phase.GONE: "it is committed to that instance, or it ended",
     },
     Phase.GONE: {},
 }
@@ -137,4 +143,5 @@ SPAN = {
     Phase.KV_OFFER: "pd_migration",
     Phase.KV_PULL: "pd_migration",
     Phase.DECODING: "decode",
+    Phase.MOVING: "pd_migration",
 }

@@ -15,6 +15,7 @@ from trinity.core.instance.phases import SPAN, Phase
 from trinity.core.messages import IMAGE, KV, Collect, Commit, Failure, Fetched, Finished, MediaSpan, Offer, Ready, Work
 from trinity.core.migration.pull_progress import Piece, PullProgress
 
+REFUSED, UNPULLED = "refused", "unpulled"  # outcomes of an offer of a decode that stays where it is: no room, a failure
 FEATURES_GONE = "missing"  # outcome of an offer whose named holder no longer has the features
 
 
@@ -111,10 +112,16 @@ class RequestState:
     route: tuple[str, ...] = ()
     rows: tuple[Any, ...] = ()
     asker: str = ""
+    target: str = ""  # instance that its decode moves to
 
     def __post_init__(self) -> None:
         self.attempt, self.max_tokens, self.stop_ids = self.work.attempt, self.work.max_tokens, self.work.stop_ids
         self.prefill_end = len(self.work.prompt) + len(self.stored_tokens)
+
+    @property
+    def uncommitted(self) -> bool:
+        """True of a decode that moves here: until its Commit it is its source's, and has its offer's name here."""
+        return self.incoming is not None and self.incoming.offer.moves and self.incoming.commit is None
 
     @property
     def tokens(self) -> list[int]:
@@ -252,6 +259,7 @@ class IncomingTransfer:
     - ``busy_since``, ``last_pull_at``, ``prefill_ended_at``: clock times.
     - ``mismatches``: pieces that differ from their digests. At Commit they fail the request, unless sent again before.
     - ``fetched_parts``: answers of holders, by part.
+    - ``caught``: its source was told that all is here.
     """
 
     offer: Offer
@@ -274,6 +282,7 @@ class IncomingTransfer:
     mismatches: list[tuple[Piece, Failure]] = field(default_factory=list)
     record: dict[str, Any] = field(default_factory=dict)
     fetched_parts: dict[int, Fetched] = field(default_factory=dict)
+    caught: bool = False
 
 
 @dataclass(slots=True)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import heapq
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable
-from itertools import chain
 from math import inf
 
 from trinity.core.block_pool import BlockPool, Key, blocks_for, media_keys, prefix_keys
@@ -62,6 +61,7 @@ class State:
         self.encoding: dict[str, RequestState] = {}
         self.prefilling: dict[str, RequestState] = {}
         self.decoding: dict[str, RequestState] = {}
+        self.moving: dict[str, RequestState] = {}
         self.arriving = {Phase.IMAGE_PULL: 0, Phase.KV_PULL: 0}  # requests whose blocks are being pulled
         self._queues, self._batches = self._places()
         self.waiting_offers = self.before_decode = 0  # requests in ``OFFERED`` and in ``BEFORE_DECODE``
@@ -80,9 +80,8 @@ class State:
         self.offers = 0
         self.preemptions = 0
         self.generation = 0
-        self.revoked_blocks: dict[str, set[int]] = {
-            kind: set() for kind in settings.pools
-        }  # taken back from a lease: a former target may still read them
+        # taken back from a lease: a former target may still read them
+        self.revoked_blocks: dict[str, set[int]] = {kind: set() for kind in settings.pools}
         self.skipped_encodes: dict[str, SkippedEncode] = {}
         self.fetches: dict[str, FeatureFetch] = {}
         self.last_heard: dict[str, float] = {}
@@ -111,6 +110,7 @@ class State:
             Phase.ENCODING: self.encoding,
             Phase.PREFILLING: self.prefilling,
             Phase.DECODING: self.decoding,
+            Phase.MOVING: self.moving,
         }
         return queues, batches
 
@@ -123,24 +123,33 @@ class State:
         return lambda request: key(self.requests[request])
 
     def take_in(self, state: RequestState) -> None:
-        """Add a request that arrived or came back, and tell the front end that it is here, if another handed it on.
-
-        Drops its tombstone: two would pass a late Cancel in a circle.
-        """
-        request, hop = state.work.request, len(state.route) - 1
+        """Add a request that arrived or came back."""
+        request = state.work.request
         assert request not in self.requests, f"{request} is here already"
         self.requests[request] = state
-        self.tombstones.pop(request, None)
         if state.incoming is not None:
             self.incoming[state.incoming.offer.id] = request
-        if hop > 0:
-            self.send(FRONTEND, self._moved(state, hop))
+        if not state.uncommitted:
+            self._claim(state)
+
+    def adopt(self, state: RequestState) -> None:
+        """Add a decode that moved here under its own name, in place of that of its offer: it is committed."""
+        assert state.incoming is not None
+        del self.requests[state.work.request]
+        state.work = state.incoming.offer.work
+        self.take_in(state)
+
+    def _claim(self, state: RequestState) -> None:
+        """Tell the front end that it is here. Drops its tombstone: two would pass a late Cancel in a circle."""
+        self.tombstones.pop(state.work.request, None)
+        if len(state.route) > 1:
+            self.send(FRONTEND, self._moved(state, len(state.route) - 1))
 
     def _moved(self, state: RequestState, hop: int) -> Moved:
-        own = self.settings
-        offer = state.incoming.offer if state.incoming is not None else None
+        own, offer = self.settings, state.incoming.offer if state.incoming is not None else None
         source = (offer.source, offer.epoch) if offer is not None and offer.kind == KV else ("", 0)
-        return Moved(state.work.request, state.attempt, own.name, hop, own.epoch, *source)
+        start = len(state.stored_tokens) if offer and offer.moves else 0
+        return Moved(state.work.request, state.attempt, own.name, hop, own.epoch, *source, start)
 
     def leave_tombstone(self, state: RequestState, target: str) -> None:
         """Send a Cancel of this request there from now on, and tell the front end if the target is lost."""
@@ -288,9 +297,9 @@ class State:
         self.outgoing[lease.id] = lease
         self.watch_lease(lease.since)
 
-    def watch_lease(self, now: float) -> None:
-        """Check leases no later than ``lease_s`` from now."""
-        self.lease_check = min(self.lease_check, now + self.settings.lease_s)
+    def watch_lease(self, now: float, within_s: float = inf) -> None:
+        """Check leases no later than ``lease_s`` from now, or ``within_s``."""
+        self.lease_check = min(self.lease_check, now + min(within_s, self.settings.lease_s))
 
     def set_deadline(self, state: RequestState, seconds: float | None, now: float) -> None:
         """Set the deadline to ``seconds`` from now; None leaves the request without one."""
@@ -319,11 +328,6 @@ class State:
 
     def in_step(self, request: str) -> bool:
         return any(request in running.requests for flight in self.lanes.values() for running in flight)
-
-    def count_in_flight(self) -> Counter[str]:
-        """Count for each request the steps in flight that have rows of it."""
-        flights = chain.from_iterable(self.lanes.values())
-        return Counter(chain.from_iterable(running.requests for running in flights))
 
     def idle(self) -> bool:
         """True where no request, step, transfer or lease is here."""

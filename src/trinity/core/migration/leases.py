@@ -10,10 +10,13 @@ from __future__ import annotations
 from math import inf
 
 from trinity.core.instance.lifecycle import end
-from trinity.core.instance.request_state import FEATURES_GONE, Lease, RequestState
+from trinity.core.instance.phases import Phase
+from trinity.core.instance.request_state import FEATURES_GONE, REFUSED, UNPULLED, Lease, RequestState
 from trinity.core.instance.state import State, failure
 from trinity.core.messages import FRONTEND, Failure, Finished, Release, Withdraw
+from trinity.core.migration.moves import LATE, give_up
 from trinity.core.migration.remote_features import encode_after_all, forget_skipped, give_up_fetches
+from trinity.core.migration.source import drop_offer
 
 
 def handle_release(s: State, event: Release, now: float) -> None:
@@ -30,7 +33,9 @@ def handle_release(s: State, event: Release, now: float) -> None:
     forget_skipped(s, lease)
     state = s.requests.get(lease.request)
     if state is not None and state.outgoing == event.id:  # released before the commit: the target gave it up
-        end(s, state, now, "cancelled")
+        give_up(s, state, now, lease.target, event.outcome)
+    elif event.outcome in (REFUSED, UNPULLED):
+        _report_end(s, lease, _refused(s, lease))
 
 
 def take_back(s: State, lease: Lease) -> None:
@@ -47,7 +52,7 @@ def check_leases(s: State, now: float) -> None:
         s.awake_since = now  # nobody called for so long: it was this instance that stood still, not its peers
     left = give_up_fetches(s, None, now)
     for lease in list(s.outgoing.values()):
-        due = s.lease_end(lease.since, lease.target)
+        due = _end_of(s, lease)
         if due <= now:
             _expired(s, lease, now)
         else:
@@ -57,19 +62,44 @@ def check_leases(s: State, now: float) -> None:
     s.lease_check = left
 
 
+def _moves(s: State, lease: Lease) -> bool:
+    state = s.requests.get(lease.request)
+    return state is not None and state.outgoing == lease.id and state.phase is Phase.MOVING
+
+
+def _end_of(s: State, lease: Lease) -> float:
+    """Clock time at which a lease ends. A decode that moves has ``move_s``: it has no row meanwhile."""
+    due = s.lease_end(lease.since, lease.target)
+    return min(due, lease.since + s.settings.transfers.move_s) if _moves(s, lease) else due
+
+
 def _expired(s: State, lease: Lease, now: float) -> None:
-    """Take back a lease whose target fell silent, and end its request exactly once."""
+    """Take back a lease whose target fell silent. Its request ends exactly once, or goes on if it moves: it is here."""
+    moves = _moves(s, lease)
     take_back(s, lease)
     why = _silent(s, lease.target, lease.target, s.settings.name, lease.kind)
     s.send(lease.target, Withdraw(lease.id, why))
     state = s.requests.get(lease.request)
-    if state is not None and state.outgoing == lease.id:
-        state.outgoing = None
+    if state is not None and moves:
+        give_up(s, state, now, lease.target, LATE)
+    elif state is not None and state.outgoing == lease.id:
+        drop_offer(state)
         end(s, state, now, "error", why)
     else:
-        stone = s.tombstones.get(lease.request)
-        if stone is not None and stone.target == lease.target:  # not forgotten yet: the front end waits for its end
-            s.send(FRONTEND, _report(lease, why))
+        _report_end(s, lease, why)
+
+
+def _report_end(s: State, lease: Lease, why: Failure) -> None:
+    """Report the end of a request that its target does not report, if the front end waits for it."""
+    stone = s.tombstones.get(lease.request)
+    if stone is not None and (stone.target, stone.attempt) == (lease.target, lease.attempt):  # not forgotten yet
+        s.send(FRONTEND, _report(lease, why))
+
+
+def _refused(s: State, lease: Lease) -> Failure:
+    """Failure of a decode that its target had given up when the Commit came."""
+    fields = {"source": s.settings.name, "target": lease.target, "kind": lease.kind, "cause": "LeaseExpired"}
+    return failure("MigrationError", f"instance {lease.target} gave the request up while it moved there", **fields)
 
 
 def _report(lease: Lease, why: Failure) -> Finished:

@@ -40,7 +40,7 @@ def offer_media(s: State, state: RequestState, now: float) -> None:
         ready = tuple(item for item, slot in enumerate(state.media) if slot.ready)
         announce(s, state, ready)
     if all(slot.ready for slot in state.media):
-        _commit(s, state, now)
+        commit(s, state, now)
 
 
 def offer_found(s: State, state: RequestState, now: float) -> None:
@@ -63,11 +63,11 @@ def handle_helped(s: State, event: Helped, now: float) -> None:
 def offer_kv(s: State, state: RequestState, now: float) -> None:
     """Offer the KV of a prefilled prompt to a decode instance, or commit the offer that streams it."""
     if state.kv_stream is not None:
-        _commit(s, state, now)
+        commit(s, state, now)
         return
     if open_offer(s, state, now, "D", KV, (kv_part(s, state),)):
         announce(s, state, (0,))
-        _commit(s, state, now)
+        commit(s, state, now)
 
 
 def kv_part(s: State, state: RequestState) -> Part:
@@ -93,6 +93,13 @@ def open_offer(s: State, state: RequestState, now: float, letter: str, kind: str
     if target is None:
         end(s, state, now, "error", _nowhere(s, letter, state.work))
         return False
+    lend_to(s, state, now, target, kind, parts)
+    s.leave_tombstone(state, target)  # already: whatever becomes of the offer, its target reports the end
+    return True
+
+
+def lend_to(s: State, state: RequestState, now: float, target: str, kind: str, parts: tuple[Part, ...]) -> None:
+    """Lease the blocks to this instance, and offer it the request."""
     s.offers += 1
     life = f".{s.settings.epoch}" if s.settings.epoch else ""
     offer = Offer(
@@ -104,13 +111,17 @@ def open_offer(s: State, state: RequestState, now: float, letter: str, kind: str
         route=state.route,
         generation=s.generation,
         epoch=s.settings.epoch,
+        moves=state.phase is Phase.MOVING,
     )
     blocks = tuple(block for part in parts for block in part.blocks)
     s.lend(Lease(offer.id, state.work.request, target, kind, blocks, now, state.work.attempt, state.route))
     state.outgoing = offer.id
-    s.leave_tombstone(state, target)  # already: whatever becomes of the offer, its target reports the end
     s.send(target, offer)
-    return True
+
+
+def drop_offer(state: RequestState) -> None:
+    """Note that its offer does not stand any more."""
+    state.outgoing = None
 
 
 def _nowhere(s: State, letter: str, work: Work) -> Failure:
@@ -121,7 +132,7 @@ def _nowhere(s: State, letter: str, work: Work) -> Failure:
     )
 
 
-def _commit(s: State, state: RequestState, now: float) -> None:
+def commit(s: State, state: RequestState, now: float) -> None:
     state.book_time(now)
     send_commit(s, state, now)
     hand_on(s, state, now)

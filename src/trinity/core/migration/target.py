@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from msgspec.structs import replace
+
 from trinity.core.block_pool import blocks_for
 from trinity.core.instance.lifecycle import conclude_if_quiet, end, queue_prefill, release
 from trinity.core.instance.phases import Phase
 from trinity.core.instance.queues import Queue
 from trinity.core.instance.request_state import FEATURES_GONE, IncomingTransfer, RequestState
 from trinity.core.instance.state import State
-from trinity.core.messages import IMAGE, KV, Commit, Offer, Open, Pulled, Ready, Withdraw
+from trinity.core.messages import IMAGE, KV, Caught, Commit, Offer, Open, Pulled, Ready, Withdraw
 from trinity.core.migration.kv_target import (
     conclude_record,
     finish_piece,
@@ -27,7 +29,7 @@ from trinity.core.migration.remote_features import ask_holder, finish_fetch, pul
 
 def handle_offer(s: State, event: Offer, now: float) -> None:
     """Take in an offered request (step 1). It waits for blocks here, first in first out among migrations."""
-    work = event.work
+    work = replace(event.work, request=event.id) if event.moves else event.work
     state = RequestState(work, now, route=(*event.route, s.settings.name), incoming=IncomingTransfer(event, now))
     s.take_in(state)
     s.set_deadline(state, work.deadline_s, now)
@@ -36,6 +38,8 @@ def handle_offer(s: State, event: Offer, now: float) -> None:
     s.report_soon(now)
     if event.kind == KV:
         s.move(state, Phase.KV_OFFER, now)
+        if event.moves and (len(s.kv_offers) > 1 or not reserve_kv(s, state, now)):
+            end(s, state, now, "cancelled")  # its source goes on: nobody waits here who holds blocks elsewhere
         return
     s.list_media(state)
     covered = state.cover(not s.needs_media(state))
@@ -67,6 +71,8 @@ def handle_commit(s: State, event: Commit, now: float) -> None:
     if state.incoming.prefill_ended_at is None:
         state.incoming.prefill_ended_at = now
     state.take_over(event, state.incoming.offer.kind)
+    if state.incoming.offer.moves:
+        s.adopt(state)
     s.set_deadline(state, event.deadline_s, now)
     s.renew_leases(state.incoming.offer.source, now)
     if event.ending:
@@ -184,16 +190,20 @@ def _all_here(s: State, state: RequestState) -> bool:
     if incoming is None or state.phase not in (Phase.IMAGE_PULL, Phase.KV_PULL):
         return False
     if state.phase is Phase.KV_PULL:
-        return is_kv_here(s, state) and incoming.commit is not None
+        return is_kv_here(s, state) and (incoming.offer.moves or incoming.commit is not None)
     return len(incoming.pulled_parts) == len(incoming.offer.parts) and incoming.commit is not None
 
 
 def _complete(s: State, state: RequestState, now: float) -> None:
     """All parts are here and committed: release the source and go on to the next stage."""
-    if not _all_here(s, state):
-        return
     incoming = state.incoming
-    assert incoming is not None
+    if not _all_here(s, state) or incoming is None:
+        return
+    if state.uncommitted:
+        if not incoming.caught:
+            incoming.caught = True
+            s.send(incoming.offer.source, Caught(incoming.offer.id, s.settings.name))
+        return
     if state.phase is Phase.KV_PULL:
         conclude_record(s, state)
     release(s, state, "pulled" if incoming.moved else "cached")

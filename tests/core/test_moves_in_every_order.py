@@ -1,0 +1,123 @@
+"""A decode is asked to move, in every order of events with the death and the return of an instance, and of a cancel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from support.core_tables import work
+from support.every_order import Search
+from trinity.core import frontend, frontend_moves
+from trinity.core.failure_policy import FailurePolicy
+from trinity.core.frontend import Abort
+from trinity.core.frontend_events import MoveRequest
+from trinity.core.frontend_request import FrontendRequest
+from trinity.core.instance import instance_core
+from trinity.core.instance.state import State
+from trinity.core.messages import Caught, Moved, Submit, Value
+from trinity.core.migration import moves
+from trinity.core.scheduler import BatchRules
+from trinity.core.transfers import TransferPolicy
+from trinity.testing.virtual import make_settings
+
+TEXT = Submit(work("r", 1, max_tokens=3))
+THERE, BACK = MoveRequest("r", "D1"), MoveRequest("r", "D0")
+ROOM = {"kv": 8}
+
+
+def search(placement: str, asked: tuple[Value, ...], victim: str = "", back: bool = False) -> Search:
+    rules, transfers = BatchRules(token_budget=64, image_budget=64), TransferPolicy(early=False)
+    own = make_settings(placement, ROOM, kv_block_size=4, prefix_cache=False, rules=rules, transfers=transfers)
+    return Search(own, asked, victim, back, FailurePolicy(recoveries=2, wait_s=0.0))
+
+
+def ends(found: Search) -> set[str]:
+    return {reason for each in found.ends for _, reason in each}
+
+
+@pytest.mark.parametrize("asked", [(TEXT, THERE), (TEXT, THERE, BACK), (TEXT, THERE, THERE)])
+def test_a_decode_that_moves_is_whole_in_every_order(asked: tuple[Value, ...]) -> None:
+    found = search("P+2D", asked)
+    assert len(found.run()) > 300
+    assert ends(found) == {"length"}
+
+
+def test_one_without_a_prefill_instance_moves_as_well() -> None:
+    found = search("2PD", (TEXT, MoveRequest("r", "PD1"), MoveRequest("r", "PD0")))
+    assert len(found.run()) > 100
+    assert ends(found) == {"length"}
+
+
+@pytest.mark.parametrize("victim", ["D0", "D1"])
+def test_it_is_whole_in_every_order_of_the_death_of_its_source_or_its_target(victim: str) -> None:
+    found = search("P+2D", (TEXT, THERE), victim)
+    assert len(found.run()) > 5000
+    assert ends(found) == {"length"}
+
+
+def test_it_is_whole_or_cancelled_in_every_order_with_a_cancel() -> None:
+    found = search("P+2D", (TEXT, THERE, Abort("r", "cancelled")))
+    assert len(found.run()) > 1000
+    assert ends(found) == {"length", "cancelled"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(
+    ("asked", "victim", "back"),
+    [
+        ((TEXT, THERE), "D1", True),
+        ((TEXT, THERE, Abort("r", "cancelled")), "D0", False),
+        ((TEXT, THERE, Abort("r", "cancelled")), "D1", False),
+        ((TEXT, THERE, BACK), "D1", False),
+    ],
+)
+def test_many_more_orders_with_a_death(asked: tuple[Value, ...], victim: str, back: bool) -> None:
+    """With the return of D1: four million states."""
+    found = search("P+2D", asked, victim, back)
+    assert len(found.run()) > 20_000
+    assert ends(found) <= {"length", "cancelled"}
+
+
+# ---------------------------------------------------------------- a rule not kept is noticed
+
+
+def without_a_tombstone(patch: pytest.MonkeyPatch) -> None:
+    """The source does not remember where it went, so that nobody hears of its target's death."""
+    patch.setattr(State, "leave_tombstone", lambda s, state, to: None)
+
+
+def without_senders(patch: pytest.MonkeyPatch) -> None:
+    """The front end does not remember whose tokens it lacks."""
+
+    def noted(entry: FrontendRequest, event: Moved) -> list[Value]:
+        before = list(entry.senders)
+        found = plainly(entry, event)
+        entry.senders = before if event.start else entry.senders
+        return found
+
+    plainly = frontend_moves.note_moved
+    patch.setattr(frontend, "note_moved", noted)
+
+
+def without_an_answer(patch: pytest.MonkeyPatch) -> None:
+    """A target that has an offer which was given up with its former life is not told."""
+
+    def caught(s: State, event: Caught, now: float) -> None:
+        if event.id in s.outgoing:
+            moves.handle_caught(s, event, now)
+
+    patch.setattr(instance_core, "_HANDLERS", instance_core._HANDLERS | {Caught: caught})
+
+
+@pytest.mark.parametrize(
+    ("broken", "victim", "back"),
+    [(without_a_tombstone, "D1", False), (without_senders, "D0", False), (without_an_answer, "D1", True)],
+)
+def test_a_rule_that_is_not_kept_is_missed(
+    broken: Callable[[pytest.MonkeyPatch], None], victim: str, back: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken(monkeypatch)
+    with pytest.raises(AssertionError, match=r"still waits|still has"):
+        search("P+2D", (TEXT, THERE), victim, back).run()
