@@ -12,16 +12,17 @@ from typing import Any
 
 import pytest
 
-from support.core_tables import done, make_core, work
+from support.core_tables import brief, done, make_core, sent, work
 from support.every_order import Search
 from support.spread_clusters import spread_cluster, strike
+from trinity.core import InstanceCore
 from trinity.core.failure_policy import NO_RECOVERY, FailurePolicy
 from trinity.core.frontend import Abort
-from trinity.core.instance import admission, helpers, peers
+from trinity.core.instance import helpers, peers, steps
 from trinity.core.instance.request_state import RequestState
 from trinity.core.instance.state import State
 from trinity.core.life_names import name_help
-from trinity.core.messages import Fetch, Helped, Send, Submit, Value
+from trinity.core.messages import Cancel, Fetch, Helped, Send, Submit, Value
 from trinity.core.migration import source
 from trinity.core.scheduler import BatchRules
 from trinity.core.transfers import TransferPolicy
@@ -106,14 +107,14 @@ def images(count: int, request: str = "r", **fields: Any) -> Any:
 @pytest.mark.parametrize("encoders", [1, 2, 3, 4])
 @pytest.mark.parametrize("count", [1, 2, 3, 4, 6, 8])
 def test_images_are_encoded_side_by_side(encoders: int, count: int) -> None:
-    """In as many rounds as the formula has, and each image but a straggler once."""
+    """In as many rounds as the formula has, and each image once."""
     cluster = at_rest(encoders)
     cluster.submit(images(count), at=0.0)
     cluster.run()
     encodes = Counter(row.item for _, name, step in cluster.commands for row in getattr(step, "encodes", ()))
     rounds = -(-count // encoders)
     assert cluster.outcomes["r"].times[0] == pytest.approx(rounds + 1, abs=0.2)
-    assert count <= encodes.total() <= count + encoders
+    assert encodes.total() == count, "each image once"
 
 
 def test_a_helper_that_dies_costs_its_images_and_no_recovery() -> None:
@@ -161,14 +162,14 @@ def ends(found: Search) -> set[str]:
 def test_in_every_order_a_request_outlives_its_helper(victim: str) -> None:
     """Without any recovery."""
     found = search(victim)
-    assert len(found.run()) > 1000
+    assert len(found.run()) > (5000 if victim else 700)
     assert ends(found) == {"length"}
 
 
 @pytest.mark.parametrize("victim", ["E0", "PD0"])
 def test_in_every_order_the_loss_of_another_leaves_nothing_behind(victim: str) -> None:
     found = search(victim)
-    assert len(found.run()) > 5000
+    assert len(found.run()) > 4000
     assert ends(found) <= {"length", "MigrationError", "StageError", "Overloaded"}
 
 
@@ -200,12 +201,23 @@ def test_in_every_order_two_requests_that_help_each_other_with_room_for_one_are_
 
 def trusting(monkeypatch: pytest.MonkeyPatch) -> None:
     """What was left to a helper is waited for, also where it has not begun."""
+    monkeypatch.setattr(steps, "recall", lambda s: False)
 
-    def left(state: RequestState) -> set[int]:
-        return {item for item, slot in enumerate(state.media) if slot.helper}
 
-    monkeypatch.setattr(helpers, "left_items", left)
-    monkeypatch.setattr(admission, "left_items", left)
+def polite(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A recall goes also to those whose loss was heard before."""
+    monkeypatch.setattr(helpers, "_is_up", lambda s, helper: True)
+
+
+def silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is said of what is not known."""
+    cancel = InstanceCore.handle
+
+    def handle(self: InstanceCore, event: Value, now: float) -> list[Value]:
+        unknown = isinstance(event, Cancel) and event.asker and event.request not in self.state.requests
+        return [] if unknown else cancel(self, event, now)
+
+    monkeypatch.setattr(InstanceCore, "handle", handle)
 
 
 def faithful(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,7 +239,7 @@ def holding_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(State, "await_no_more", lambda s, slot, provider: None)
 
 
-@pytest.mark.parametrize("broken", [trusting, faithful, hasty, holding_on])
+@pytest.mark.parametrize("broken", [trusting, polite, silent, faithful, hasty, holding_on])
 def test_a_rule_that_is_not_kept_is_noticed(
     broken: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -240,10 +252,10 @@ def test_a_rule_that_is_not_kept_is_noticed(
     pytest.fail(f"2000 runs did not notice: {broken.__doc__}")
 
 
-def crossing() -> list[list[Value]]:
+def crossing() -> list[list[str]]:
     """Two requests, as two front ends may send them: each is at one encoder with room for one, and helped by the other.
 
-    Returns what each encoder does once its own image is done.
+    Returns what each encoder does from the end of its own image on.
     """
     rules, cores = BatchRules(token_budget=64, image_budget=4), {}
     for name, peer in (("E0", "E1"), ("E1", "E0")):
@@ -252,12 +264,17 @@ def crossing() -> list[list[Value]]:
     for name, peer in (("E0", "E1"), ("E1", "E0")):
         help = work(name_help(f"at{name}", 0, 1), f"{name}b*4", encode_only=True)
         assert cores[peer].handle(Submit(help, asker=name), 0.0) == [], "it waits for a block"
-    return [core.handle(done(1), 1.0) for core in cores.values()]
+    does = {name: brief(core.handle(done(1), 1.0)) for name, core in cores.items()}
+    for name, peer in (("E0", "E1"), ("E1", "E0")):
+        for line in [each for each in does[name] if each.startswith(f"{peer}: cancel")]:
+            answers = sent(cores[peer].handle(Cancel(line.split()[-1], name), 2.0), Helped)
+            does[name] += [line for each in answers for line in brief(cores[name].handle(each, 3.0))]
+    return list(does.values())
 
 
 def test_two_encoders_that_help_each_other_do_not_wait_for_each_other() -> None:
-    for commands in crossing():
-        assert any(getattr(each, "encodes", ()) for each in commands)
+    for lines in crossing():
+        assert any("encode" in line for line in lines), lines
 
 
 def test_waiting_for_what_has_not_begun_would_be_a_deadlock(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,6 +101,7 @@ def test_what_has_no_stand_in_is_not_screened() -> None:
     assert near(plain(lease_s=3.0)).missing == "lease_s=3.0"
     assert near(plain(), "mine").missing == "routing=mine"
     assert near(plain(), "random").missing == "routing=random"
+    assert screen_settings(plain(), [COST] * 3, "round_robin", 2).missing == "spread=2"
     for other in (replace(plain()[1], kv_block_size=8), replace(plain()[1], reservation="optimistic")):
         assert "than the rest" in near([plain()[0], other]).missing
 

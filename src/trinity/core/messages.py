@@ -56,9 +56,13 @@ class Submit(Value, frozen=True):
 
 
 class Cancel(Value, frozen=True):
-    """Stop this request; forwarded along its route, on the channel of its Offers."""
+    """Stop this request; forwarded along its route, on the channel of its Offers.
+
+    ``asker``: it is a media item that this instance was to encode for that one, which hears ``Helped`` unless it has.
+    """
 
     request: str
+    asker: str = ""
 
 
 class Move(Value, frozen=True):

@@ -165,8 +165,9 @@ class SimulatedCluster(EventLoop):
         shared: bool,
         record: bool,
         ask: int = 0,
+        spread: int = 1,
     ) -> None:
-        super().__init__(instances, routing, max_waiting)
+        super().__init__(instances, routing, max_waiting, spread=spread)
         self.timed = any(core.next_timer() is not None for core in self.cores.values())
         self.cluster, self.jobs, self.shared, self.interference = cluster, jobs, shared, interference
         self.ask, self.context = ask, model.context

@@ -94,6 +94,7 @@ SCREENED_AS: Mapping[str, ScreeningRow] = {
         {"least_loaded": 0.0, "prefix_hits": 0.0},
         "random: with round_robin in its place up to 47 % of the goodput were lost",
     ),
+    "Simulator.spread": ScreeningRow((1,), note="the engine has one encoder a request"),
     "Simulator.cost": ScreeningRow(tuple(COSTS), note="by its type"),
     "Simulator.interference": ANY_VALUE,
     "Simulator.step_factor": ANY_VALUE,
@@ -141,16 +142,19 @@ class ScreenedInstances(NamedTuple):
         return self.missing or ", ".join(each.label for each in self.stand_ins)
 
 
-def screen_settings(settings: Sequence[Settings], costs: Sequence[StepTime], routing: str) -> ScreenedInstances:
+def screen_settings(
+    settings: Sequence[Settings], costs: Sequence[StepTime], routing: str, spread: int = 1
+) -> ScreenedInstances:
     """Find the nearest settings that the screening engine has.
 
-    ``costs``: of the steps, by instance. ``routing``: the policy's name. Raises ``KeyError`` for a setting that has no
-    row in ``SCREENED_AS``.
+    ``costs``: of the steps, by instance. ``routing``: the policy's name. ``spread``: encoders of a request. Raises
+    ``KeyError`` for a setting that has no row in ``SCREENED_AS``.
     """
     found: dict[tuple[str, Any], StandIn | None] = {}
     near = [_nearest(each, found) for each in settings]
     for cost in costs:
         _look_up("Simulator.cost", type(cost), found)
+    _look_up("Simulator.spread", spread, found)
     alone = len(settings) == 1  # then there is nothing to route
     policy = "round_robin" if alone else _look_up("Simulator.routing", routing, found)
     missing = next((_format_setting(*key) for key, stand_in in found.items() if stand_in is None), "")

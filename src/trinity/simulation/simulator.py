@@ -92,6 +92,7 @@ class Simulator:
     - ``budgets`` (None): ``StepBudgets`` of every instance, or by roles. None: the largest that keep a step within the
       latency bound of the instance's roles, as a pipeline with this SLO searches them (Algorithm 1, line 5).
     - ``routing`` ("round_robin"): a policy's name.
+    - ``spread`` (count, 1): encoders of one request, as a pipeline's; where it matters, the cores replay.
     - ``lanes`` (("joint",)): of instances that encode beside another stage.
     - ``interference`` (factor, None): slow-down of each of two lanes while both are busy. None: as in ``cost``.
     - ``transfers`` (None): ``TransferPolicy``. ``kv="auto"`` is taken as "off": streaming gains a goodput 2 % at most
@@ -120,6 +121,7 @@ class Simulator:
         rules: BatchRules | None = None,
         budgets: StepBudgets | Mapping[str, StepBudgets] | None = None,
         routing: str = "round_robin",
+        spread: Whole = 1,
         lanes: Sequence[str] = ("joint",),
         interference: Annotated[float, msgspec.Meta(ge=1)] | None = None,
         transfers: TransferPolicy | None = None,
@@ -135,7 +137,7 @@ class Simulator:
         self.slo, self.cluster, self.cost, self.routing = slo, cluster, cost, routing
         self.rules, self.transfers = rules or BatchRules(), transfers or TransferPolicy()
         self.lanes, self.backend, self.reservation, self.ask = tuple(lanes), backend, reservation, ask
-        self.depth, self.step_factor = depth, step_factor
+        self.depth, self.step_factor, self.spread = depth, step_factor, spread
         self.interference = interference_of(cost) if interference is None else interference
         self.memory_share, self.max_waiting = memory_share, max_waiting
         self._budgets = budgets
@@ -169,12 +171,18 @@ class Simulator:
                 "one runs on each"
             )
         if self._last is None or self._last[:2] != (parsed, shared):
-            instances = enumerate(parsed.instances())
-            found = [self._settings(name, roles, place, shared) for place, (name, roles) in instances]
+            instances, given = enumerate(parsed.instances()), (shared, self._spread_on(parsed) > 1)
+            found = [self._settings(name, roles, place, *given) for place, (name, roles) in instances]
             self._last = (parsed, shared, found)
         return list(self._last[2])
 
-    def _settings(self, name: str, roles: str, place: int, shared: bool) -> Settings:
+    def _spread_on(self, placement: Placement | str) -> int:
+        """Count the encoders that a request may have: more than one instance may ask and help, or there is one."""
+        parsed = Placement.parse(placement) if isinstance(placement, str) else placement
+        count = sum("E" in roles and "P" not in roles for _, roles in parsed.instances())
+        return self.spread if count > 1 else 1
+
+    def _settings(self, name: str, roles: str, place: int, shared: bool, helped: bool) -> Settings:
         rules, pools = self._sizes_of_roles(roles, place)
         return Settings(
             name,
@@ -183,13 +191,13 @@ class Simulator:
             rules,
             self._lanes_of(roles),
             depth=self.depth,
-            image_cache=shared,
+            image_cache=shared or helped,
             prefix_cache=shared,
             layers=self.model.language.layers,
             reservation=self.reservation,
             transfers=replace(self.transfers, kv="off") if self.transfers.kv == "auto" else self.transfers,
             lease_s=inf,
-            report_s=Settings.report_s if self.informed else inf,
+            report_s=Settings.report_s if self.informed or helped else inf,
         )
 
     def _lanes_of(self, roles: str) -> tuple[str, ...]:
@@ -276,7 +284,7 @@ class Simulator:
 
     def _screen(self, placement: Placement | str, *, shared: bool) -> ScreenedInstances:
         settings = self.settings(placement, shared=shared)
-        return screen_settings(settings, self._step_costs(len(settings)), self.routing)
+        return screen_settings(settings, self._step_costs(len(settings)), self.routing, self._spread_on(placement))
 
     def _compile(self, placement: Placement | str, shared: bool) -> compiled_engine.CompiledPlacement:
         found = self._screen(placement, shared=shared)
@@ -325,6 +333,7 @@ class Simulator:
             shared=shared,
             record=record,
             ask=self.ask,
+            spread=self._spread_on(placement),
         )
 
     def _policy(self) -> Callable[[], RoutingPolicy]:

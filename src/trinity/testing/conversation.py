@@ -36,7 +36,7 @@ from trinity.core.messages import (
     Withdraw,
 )
 
-HELPS = {(before, said) for before in ("asked", "begun") for said in ("begun", "ready", "no")}
+HELPS = {(before, said) for before in ("asked", "begun", "no") for said in ("begun", "ready", "no")} | {("ready", "no")}
 
 
 @dataclass
@@ -192,7 +192,7 @@ class Conversation:
             self._migrates(name, to, message)
 
     def _helps(self, name: str, to: str, message: Submit | Helped) -> None:
-        """Follow an item that another instance encodes: one answer of each kind at most, and none behind the last."""
+        """Follow an item that another instance encodes: ready but once. A recall may come ahead of it, or too late."""
         if isinstance(message, Submit):
             assert message.work.request not in self.helps, f"{message} again"
             self.helps[message.work.request] = (to, message.asker, ["asked"])

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import chain
 
 from trinity.core.instance.arrival import pass_to_encode
-from trinity.core.instance.helpers import call_off, is_near, left_items
+from trinity.core.instance.helpers import call_off, is_near
 from trinity.core.instance.lanes import LANE_STAGES, count_in_flight, outstanding
 from trinity.core.instance.lifecycle import release
 from trinity.core.instance.phases import Phase
@@ -90,7 +90,7 @@ class Candidates:
         s = self.s
         for request in s.encode_queue:
             items: list[tuple[int, int]] = []
-            need, left = 0, left_items(s.requests[request])
+            need = 0
             for item, slot in enumerate(s.requests[request].media):
                 if slot.holder:
                     continue
@@ -98,7 +98,7 @@ class Candidates:
                 if hits:
                     need += self._pin(request, IMAGE, hits, 0)
                 elif slot.span.content not in s.pending:
-                    items += [(item, slot.span.tokens)] if item not in left else []
+                    items += [(item, slot.span.tokens)] if not slot.helper else []
                     need += len(slot.keys)
             yield EncodeView(request, tuple(items), need)
 
@@ -141,11 +141,11 @@ def _atomic(state: RequestState) -> tuple[tuple[int, int], ...]:
 
 def own_items(s: State, state: RequestState) -> tuple[tuple[int, int], ...]:
     """List (item, visual tokens) that this request has to encode and that no step is encoding."""
-    request, left = state.work.request, left_items(state)
+    request = state.work.request
     owned = []
     for item, slot in enumerate(state.media):
         pending = s.pending.get(slot.span.content)
-        idle = not slot.ready and pending and not pending.in_step and item not in left
+        idle = pending is not None and not pending.in_step and not slot.ready and not slot.helper
         if idle and pending and pending.providers[0] == (request, item):
             owned.append((item, slot.span.tokens))
     return tuple(owned)

@@ -1,10 +1,11 @@
 """Helpers: instances that encode some media items of a request that is at another one, the asker (EPDServe 3.2.2).
 
 The asker has the inputs of all items and reserves blocks for all of them, as without helpers. It encodes those that are
-left to nobody. Then it takes the others, but for those that a helper has begun. So it waits for nothing but a step
-that runs on an instance that is up. A helper encodes into its encoder cache, holds nothing beyond that, and waits for
-nobody. Features that it has are offered like all that another instance has cached
-(``trinity.core.migration.remote_features``): their target pulls them there, and where they are gone the asker encodes.
+left to nobody. Then it recalls the others, one by one, and encodes those that their helpers have not begun. So it waits
+for nothing but an answer, which comes at once, and a step that runs, both of an instance that is up. A helper encodes
+into its encoder cache, holds nothing beyond that, and waits for nobody. Features that it has are offered like all that
+another instance has cached (``trinity.core.migration.remote_features``): their target pulls them there, and where they
+are gone the asker encodes.
 """
 
 from __future__ import annotations
@@ -32,11 +33,33 @@ def is_near(s: State, state: RequestState, slot: MediaSlot) -> bool:
     return bool(s.cached_media(slot.keys)) or (pending is not None and pending.providers[0][0] != state.work.request)
 
 
-def left_items(state: RequestState) -> set[int]:
-    """Media items not to encode here now: a helper has begun with them, or others are still to be encoded here."""
-    busy = any(not slot.ready and not slot.helper for slot in state.media)
-    left = (busy or slot.begun for slot in state.media)
-    return {item for item, each in enumerate(left) if each and state.media[item].helper}
+def recall(s: State) -> bool:
+    """Ask for an item of each request that has nothing else to encode. True where one is back at once: nobody answers.
+
+    A helper that has begun keeps it, any other one says no.
+    """
+    back = False
+    for state in s.encoding.values():
+        left = [item for item, slot in enumerate(state.media) if slot.helper and not slot.begun]
+        if not left or any(slot.recalled for slot in state.media) or _encodes(s, state):
+            continue
+        slot = state.media[left[0]]
+        if _is_up(s, slot.helper):
+            slot.recall()
+            _cancel(s, state, left[0], slot.helper)
+        else:
+            call_off(s, state, left[0])
+            back = True
+    return back
+
+
+def _encodes(s: State, state: RequestState) -> bool:
+    """True where items of it are encoded here, or will be; not where another request's are waited for."""
+    for slot in state.media:
+        pending = s.pending.get(slot.span.content) if not (slot.ready or slot.helper) else None
+        if pending is not None and (pending.in_step or pending.providers[0][0] == state.work.request):
+            return True
+    return False
 
 
 def call_off(s: State, state: RequestState, item: int) -> None:
@@ -44,10 +67,16 @@ def call_off(s: State, state: RequestState, item: int) -> None:
     slot = state.media[item]
     helper = slot.helper
     if helper:
-        same = [place for place, each in enumerate(state.media) if each.span.content == slot.span.content]
-        for place in same:
-            state.media[place].leave_to("")
-        s.send(helper, Cancel(name_help(state.work.request, state.attempt, same[0])))
+        for each in state.media:
+            if each.span.content == slot.span.content:
+                each.leave_to("")
+        _cancel(s, state, item, helper)
+
+
+def _cancel(s: State, state: RequestState, item: int, helper: str) -> None:
+    content = state.media[item].span.content
+    first = next(place for place, each in enumerate(state.media) if each.span.content == content)
+    s.send(helper, Cancel(name_help(state.work.request, state.attempt, first), s.settings.name))
 
 
 def call_off_all(s: State, state: RequestState) -> None:
@@ -81,7 +110,7 @@ def take_answer(s: State, event: Helped) -> RequestState | None:
 def _take_answer(s: State, state: RequestState, place: tuple[int, MediaSlot], event: Helped) -> None:
     item, slot = place
     if event.said == "begun":
-        if _is_up(s, event):
+        if _is_up(s, event.helper) and s.router.peers[event.helper].epoch == event.epoch:
             slot.leave_to(event.helper, begun=True)
         return
     slot.leave_to("")
@@ -93,10 +122,9 @@ def _take_answer(s: State, state: RequestState, place: tuple[int, MediaSlot], ev
         slot.find_at(event.helper)
 
 
-def _is_up(s: State, event: Helped) -> bool:
-    """True where the end of the step will be heard, or the loss of this life of its instance."""
-    peer = s.router.peers.get(event.helper)
-    return peer is not None and peer.epoch == event.epoch and event.helper not in s.router.suspects
+def _is_up(s: State, helper: str) -> bool:
+    """True where an answer will be heard, or the loss or the silence of the helper: such news comes once."""
+    return helper in s.router.peers and helper not in s.router.suspects
 
 
 # ---------------------------------------------------------------- the helper

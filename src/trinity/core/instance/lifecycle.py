@@ -16,6 +16,7 @@ from trinity.core.messages import (
     Failure,
     Finished,
     Forget,
+    Helped,
     Release,
     Withdraw,
 )
@@ -33,8 +34,12 @@ def queue_prefill(s: State, state: RequestState, now: float) -> None:
 def handle_cancel(s: State, event: Cancel, now: float) -> None:
     """End the request here, and pass the Cancel on to the instance that it, or a part of it, moved to."""
     state = s.requests.get(event.request)
+    if state is not None and state.asker and s.in_step(event.request):
+        return  # it is all but done
     if state is not None:
         _call_off(s, state, now)
+    elif event.asker:
+        s.send(event.asker, Helped(event.request, s.settings.name, "no", s.settings.epoch))
     elif event.request in s.tombstones:
         s.send(s.tombstones[event.request].target, event)
         if event.request in s.skipped_encodes:  # its target may be giving it back just now

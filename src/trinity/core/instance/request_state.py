@@ -23,7 +23,8 @@ FEATURES_GONE = "missing"  # outcome of an offer whose named holder no longer ha
 class MediaSlot:
     """One media item of a request: its blocks in the encoder cache once reserved; ``ready`` once they hold features.
 
-    ``helper``: instance that was asked to encode it meanwhile; ``begun``: it does so just now, and this one waits.
+    ``helper``: instance that was asked to encode it meanwhile; ``begun``: it does so just now, and this one waits;
+    ``recalled``: this one would rather do it itself, unless that has begun.
     """
 
     span: MediaSpan
@@ -33,6 +34,7 @@ class MediaSlot:
     holder: str = ""  # another instance has the features: they are ready there, and no blocks are reserved here
     helper: str = ""
     begun: bool = False
+    recalled: bool = False
 
     def hold(self, blocks: tuple[int, ...], *, ready: bool) -> None:
         """Take these blocks; ``ready``: they have the features already."""
@@ -52,7 +54,11 @@ class MediaSlot:
 
     def leave_to(self, helper: str, *, begun: bool = False) -> None:
         """Leave it to another instance, "" for none: it is encoded here."""
-        self.helper, self.begun = helper, begun
+        self.helper, self.begun, self.recalled = helper, begun, False
+
+    def recall(self) -> None:
+        """Note that its helper was asked to leave it, unless it has begun."""
+        self.recalled = True
 
 
 @dataclass(slots=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from trinity.core.instance.admission import Candidates, next_decodes, own_items
 from trinity.core.instance.collection import collect_features
 from trinity.core.instance.growth import grow_tables
-from trinity.core.instance.helpers import call_off, tell_begun
+from trinity.core.instance.helpers import recall, tell_begun
 from trinity.core.instance.lanes import LANE_STAGES, StepInFlight
 from trinity.core.instance.lifecycle import conclude_if_quiet, drop_media, end, queue_prefill
 from trinity.core.instance.request_state import RequestState
@@ -31,6 +31,7 @@ def pump(s: State, now: float) -> None:
                 again = _fill(s, lane, now) or again
                 if len(flight) == before:
                     break
+        again = (bool(s.encoding) and recall(s)) or again
 
 
 def _fill(s: State, lane: str, now: float) -> bool:
@@ -78,7 +79,6 @@ def _encode_rows(s: State, request: str, items: tuple[int, ...]) -> list[Encode]
     for item in items:
         if item in mine:
             slot = state.media[item]
-            call_off(s, state, item)
             s.pending[slot.span.content].in_step = True
             inputs = state.inputs[item] if state.inputs else None
             rows.append(Encode(request, item, slot.span, slot.blocks, inputs))
