@@ -202,7 +202,7 @@ def nothing_left(pipe: Pipeline) -> None:
         assert kept == ({}, {}, {}, {}, {}), f"{host.name} remembers {kept}"
         queues = (state.encode_queue, state.prefill_queue, state.migrated_queue, state.image_offers, state.kv_offers)
         assert not any(queues), f"{host.name} still queues {queues}"
-        assert not any((state.encoding, state.prefilling, state.decoding))
+        assert not any((state.encoding, state.prefilling, state.decoding, state.moving))
     assert pipe._frontend.core.entries == {}
     assert pipe._frontend.core.waiting == 0
 
