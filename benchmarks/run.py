@@ -32,6 +32,7 @@ NAMES = {  # in the order of the page, each with its module
     "ttft_methods": "serving.ttft_methods",
     "transports": "transfers.transports",
     "overlap": "transfers.overlap",
+    "moves": "transfers.moves",
     "control": "transfers.control",
     "fidelity": "fidelity.fidelity",
     "watch": "planning.watch",

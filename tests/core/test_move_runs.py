@@ -41,6 +41,11 @@ def test_many_more_runs_with_moves(part: int) -> None:
         run(seed)
 
 
+def test_a_pull_of_blocks_that_its_source_took_back_before_it_died_fails() -> None:
+    """The virtual connector once gave what was written into them since."""
+    run(100_201)
+
+
 # ---------------------------------------------------------------- every step boundary
 
 

@@ -122,6 +122,7 @@ class VirtualCluster(EventLoop):
         self._readers: dict[str, str] = {}  # whose life it is
         self._frozen: dict[str, list[tuple[float, float]]] = {}
         self._generations: dict[tuple[str, str, int], int] = {}
+        self._stale: set[tuple[str, str, int]] = set()  # pulls of blocks taken back by a source that has died since
         self._addressed: dict[int, int] = {}  # to which life of its instance an event goes, by its number
         self._unheard: dict[str, list[Value]] = {}  # said to the front end ahead of the news of the speaker's return
         self._pulls: dict[
@@ -220,6 +221,7 @@ class VirtualCluster(EventLoop):
         self._flights = {key: flight for key, flight in self._flights.items() if key[0] != name}
         self._broken = {key for key in self._broken if key[0] != name}
         self._pulls = {key: pull for key, pull in self._pulls.items() if key[0] != name}
+        self._stale |= {key for key, (pull, _) in self._pulls.items() if pull.source == name and self._is_revoked(pull)}
         self._generations = {key: number for key, number in self._generations.items() if key[0] != name}
         for other in survivors:
             heard = self.lives.next_news(other, name, max(self.now, self._arrival.get((name, other), 0.0)))
@@ -369,9 +371,13 @@ class VirtualCluster(EventLoop):
         fields = {"source": pull.source, "target": name, "kind": pull.kind}
         if self.lives.epochs[pull.source] != epoch:
             why = Failure("MigrationError", "the source is lost", {**fields, "cause": "PeerLost"})
-            return Pulled(event.offer, event.part, why) if self.lives.draw.random() < 0.5 else event
-        now = [self._generations.get((pull.source, pull.kind, block), 0) for block in pull.source_blocks]
-        if max(now) <= pull.generation:
+            fails = self.lives.draw.random() < 0.5 or (name, event.offer, event.part) in self._stale
+            return Pulled(event.offer, event.part, why) if fails else event
+        if not self._is_revoked(pull):
             return event
         why = Failure("MigrationError", "the blocks were taken back", {**fields, "cause": "OfferRefused"})
         return Pulled(event.offer, event.part, why)
+
+    def _is_revoked(self, pull: Pull) -> bool:
+        now = [self._generations.get((pull.source, pull.kind, block), 0) for block in pull.source_blocks]
+        return max(now) > pull.generation
