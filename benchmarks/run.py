@@ -30,6 +30,7 @@ NAMES = {  # in the order of the page, each with its module
     "dual_stream": "serving.dual_stream",
     "ablation": "serving.ablation",
     "ttft_methods": "serving.ttft_methods",
+    "encoders": "serving.encoders",
     "transports": "transfers.transports",
     "overlap": "transfers.overlap",
     "moves": "transfers.moves",

@@ -171,6 +171,12 @@ def test_epdserve_table_1() -> None:
     assert holds(figures_epdserve.claims_1({8: at(0.2, 0.4), 64: at(3.2, 3.1)})) == [False, False]
 
 
+def test_epdserve_table_4() -> None:
+    paper = {2: (1.46, 0.92), 4: (2.47, 1.02), 6: (3.37, 1.14), 8: (4.27, 1.74)}
+    assert holds(figures_epdserve.claims_4(paper)) == [True, True]
+    assert holds(figures_epdserve.claims_4({2: (3.0, 1.0), 4: (1.0, 1.0), 6: (2.0, 1.0)})) == [False, False]
+
+
 def test_epdserve_table_5() -> None:
     best = figures_epdserve.Served(1.25, 2.12, 0.031)
     paper, other = ([figures_epdserve.Served(*each)] * 3 for each in ((0.56, 4.48, 0.025), (1.24, 2.0, 0.04)))
@@ -233,5 +239,5 @@ def test_every_figure_runs() -> None:
     names = {each["figure"] for each in made.values["claims"]}
     sources = {"TriInfer", "EPDServe", "EPD-Serve", "vLLM encoder separation"}
     assert {re.sub(" (figure|table) .*", "", each) for each in names} == sources
-    assert len(made.values["claims"]) == 42
+    assert len(made.values["claims"]) == 44
     assert Scale().requests(7) == 7

@@ -277,6 +277,16 @@ def test_a_pull_that_fails_is_no_failure_of_the_request() -> None:
     emptied(core)
 
 
+def test_a_pull_from_a_holder_that_is_lost_meanwhile_is_not_believed() -> None:
+    """It may have read the holder's next life: its end comes behind the news of the loss."""
+    core = target()
+    core.handle(Fetched("E0:1/0", "P1", (4,)), 1.0)
+    assert core.handle(PeerDown("P1"), 2.0) == [], "a pull is in flight"
+    assert gave_up(core.handle(Pulled("E0:1", 0), 3.0))
+    core.handle(Forget("r"), 3.0)
+    emptied(core)
+
+
 def test_a_cancel_before_the_answer_and_the_answer_after_it() -> None:
     core = target()
     assert [each.reason for each in sent(core.handle(Cancel("r"), 1.0), Finished)] == ["cancelled"]

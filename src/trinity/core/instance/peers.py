@@ -9,7 +9,7 @@ from trinity.core.instance.state import State, failure
 from trinity.core.messages import FRONTEND, Gone, PeerDown, PeerLoad, PeerSuspect, PeerUp
 from trinity.core.migration.leases import take_back
 from trinity.core.migration.moves import LOST, give_up
-from trinity.core.migration.remote_features import give_up_fetches
+from trinity.core.migration.remote_features import give_up_fetches, give_up_pulls
 
 
 def handle_peer_up(s: State, event: PeerUp, now: float) -> None:
@@ -42,6 +42,7 @@ def handle_peer_lost(s: State, event: PeerDown, now: float) -> None:
     name = s.settings.name
     s.last_heard.pop(event.name, None)
     give_up_fetches(s, event.name, now)
+    give_up_pulls(s, event.name, now)
     lose_helper(s, event.name)
     for request in list(s.incoming.values()):
         state = s.requests[request]

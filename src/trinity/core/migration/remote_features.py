@@ -143,6 +143,14 @@ def give_up_fetches(s: State, asked_of: str | None, now: float) -> float:
     return left
 
 
+def give_up_pulls(s: State, holder: str, now: float) -> None:
+    """Give back requests that pull from a lost holder: its next life, with other content, may be read."""
+    for state in [s.requests[request] for request in s.incoming.values()]:
+        incoming = state.incoming
+        if incoming is not None and any(answer.holder == holder for answer in incoming.fetched_parts.values()):
+            give_back_request(s, state, now)
+
+
 def finish_fetch(s: State, state: RequestState, event: Pulled) -> None:
     """Release the holder after a pull."""
     incoming = state.incoming

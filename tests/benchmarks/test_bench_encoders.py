@@ -1,0 +1,36 @@
+"""The benchmark of several encoders for one request: what it would call a failure, and that it runs."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.serving.encoders import PAPER, Gain, Load, formula, load_aims, rest_aims, run
+from benchmarks.setting import Setting
+
+
+def test_the_formula_is_near_the_papers_table() -> None:
+    for images, ratio in {2: 1.39, 4: 2.14, 6: 2.66, 8: 2.39}.items():
+        assert formula(images).ratio == pytest.approx(ratio, rel=0.04)
+
+
+def test_gains_far_from_the_formula_fall_short() -> None:
+    good = {images: formula(images) for images in PAPER}
+    bad = {**good, 8: Gain(4.27, 4.27)}
+    rest = {images: (each, each) for images, each in good.items()}
+    assert [aim.met for aim in rest_aims(good, rest)] == [True, True]
+    assert [aim.met for aim in rest_aims(bad, rest)] == [False, True]
+
+
+def test_a_load_that_is_served_worse_falls_short() -> None:
+    good = Load(Gain(2.0, 1.0), Gain(100.0, 100.5), Gain(50.0, 50.0))
+    bad = Load(Gain(2.0, 2.1), Gain(100.0, 102.0), Gain(50.0, 51.0))
+    assert [aim.met for aim in load_aims({0.5: good})] == [True] * 3
+    assert [aim.met for aim in load_aims({0.5: good, 1.0: bad})] == [False] * 3
+
+
+def test_it_runs() -> None:
+    """Simulated figures are those of virtual time, whatever the machine does."""
+    found = run(Setting(quick=True))
+    assert len(found.tables[0].rows) == 4
+    simulated, twice = found.aims[1], found.aims[-1]
+    assert (simulated.met, twice.met) == (True, True)
