@@ -164,6 +164,15 @@ def test_arguments_and_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         make_server_config(_make_parser().parse_args(["m", "--tool-parser", "unheard-of"]))
 
 
+def test_several_encoders_for_one_request_are_an_argument_too() -> None:
+    model = str(checkpoint("llava"))
+    for words, wanted in (([], 1), (["--spread=3"], 3)):
+        pipe = make_served_pipeline(_make_parser().parse_args([model, "--placement=3E1PD", *words]))
+        assert pipe._frontend.core.spread == wanted
+    with pytest.raises(ConfigError, match="spread"):
+        make_served_pipeline(_make_parser().parse_args([model, "--spread=0"]))
+
+
 def test_what_survives_a_loss_is_an_argument_too() -> None:
     model = str(checkpoint("llama"))
     few = FailurePolicy(retry_share=0.05)
