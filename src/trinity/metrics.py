@@ -90,6 +90,7 @@ class Metrics:
         self.slo = slo
         self._finished: Counter[str] = Counter()
         self._refused: Counter[str] = Counter()
+        self._failed: Counter[str] = Counter()
         self._met: Counter[str] = Counter()
         self._tokens = Counter(dict.fromkeys(("prompt", "media", "cached", "output"), 0))
         self._prefix_hits = self._emulated = self._preemptions = self._encode_only = self._recoveries = 0
@@ -109,9 +110,13 @@ class Metrics:
         return self._finished.total()
 
     @check_call
-    def add(self, output: Output, encode_only: bool = False) -> None:
-        """Count a request that has ended; ``encode_only``: it was to have no token, so no latency of one and no SLO."""
+    def add(self, output: Output, encode_only: bool = False, error: str = "") -> None:
+        """Count a request that has ended; ``encode_only``: it was to have no token, so no latency of one and no SLO.
+
+        error: name of the error that it ended with.
+        """
         self._finished[output.finish_reason or "error"] += 1
+        self._failed.update([error] if error else ())
         self._emulated += output.emulated
         self._recoveries += output.lives - 1
         if encode_only:
@@ -195,6 +200,7 @@ class Metrics:
             "judged": self.requests - self._encode_only,
             "finished": dict(self._finished),
             "refused": dict(self._refused),
+            "failed": dict(self._failed),
             "met": {rule: self._met[rule] for rule in SLO_RULES} if self.slo is not None else None,
             "tokens": dict(self._tokens),
             "preemptions": self._preemptions,
@@ -205,6 +211,7 @@ class Metrics:
         """Summarize as plain values, ready for JSON. Times in seconds; None where nothing was measured.
 
         - ``requests``, ``finished``, ``refused``: number of requests, by finish reason, and by error.
+        - ``failed``: requests that had started, by error.
         - ``emulated``: requests served by emulated stages.
         - ``tokens``: prompt, media, cached and output tokens.
         - ``prefix_hits``: requests whose prompt was partly in the prefix cache.
@@ -220,6 +227,7 @@ class Metrics:
             "emulated": self._emulated,
             "finished": dict(self._finished),
             "refused": dict(self._refused),
+            "failed": dict(self._failed),
             "tokens": dict(self._tokens),
             "prefix_hits": self._prefix_hits,
             "preemptions": self._preemptions,

@@ -184,6 +184,7 @@ def test_the_table_of_errors() -> None:
         (away, 503),
         (errors.ClosedError("x"), 503),
         (errors.DeadlineExceeded("x"), 504),
+        (errors.PoisonRequest("it dies"), 422),
         (errors.StageError("secret"), 500),
         (errors.MigrationError("secret"), 500),
         (errors.PeerLost("secret"), 500),

@@ -173,13 +173,16 @@ def test_several_encoders_for_one_request_are_an_argument_too() -> None:
         make_served_pipeline(_make_parser().parse_args([model, "--spread=0"]))
 
 
+FEW = ["--retry-share=.05", "--deaths=2", "--alone-after=1"]
+
+
 def test_what_survives_a_loss_is_an_argument_too() -> None:
     model = str(checkpoint("llama"))
-    few = FailurePolicy(retry_share=0.05)
+    few = FailurePolicy(retry_share=0.05, deaths=2, alone_after=1)
     for words, wanted in (
         ([], FailurePolicy()),
         (["--recoveries=0", "--wait=0"], NO_RECOVERY),
-        (["--retry-share=.05"], few),
+        (FEW, few),
     ):
         pipe = make_served_pipeline(_make_parser().parse_args([model, "--placement=PD", *words]))
         assert pipe._frontend.core.failures == wanted

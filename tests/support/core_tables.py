@@ -36,7 +36,9 @@ from trinity.core.messages import (
     Offer,
     Open,
     Part,
+    PeerEmpty,
     PeerLoad,
+    PeerReserved,
     PeerUp,
     Pull,
     Pulled,
@@ -217,6 +219,10 @@ def _message(value: Value) -> str:
         return f"move {value.request} to {value.to}"
     if isinstance(value, NotMoved):
         return f"not moved {value.request} {value.failure.fields['reason']}"
+    if isinstance(value, PeerReserved):
+        return f"{'reserve' if value.reserved else 'open'} {value.name}.{value.epoch}"
+    if isinstance(value, PeerEmpty):
+        return f"empty {value.name}.{value.epoch} of {value.number}"
     assert isinstance(value, Cancel | Forget)
     return f"{type(value).__name__.lower()} {value.request}"
 

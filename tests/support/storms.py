@@ -6,7 +6,7 @@ from trinity.core.frontend import FrontendCore
 from trinity.core.frontend_events import Prepare
 from trinity.core.frontend_request import FrontendRequest
 from trinity.core.frontend_starts import PREPARED_AT_ONCE
-from trinity.core.messages import FRONTEND, Send, Submit, Value
+from trinity.core.messages import FRONTEND, PREEMPTED, Send, Submit, Value
 from trinity.testing.virtual import VirtualCluster
 
 
@@ -27,7 +27,8 @@ class StormCheck:
     def command(self, name: str, command: Value) -> None:
         if name == FRONTEND and isinstance(command, Send) and isinstance(command.message, Submit):
             entry = self.core.lives.get(command.message.work.request)
-            if entry is not None and entry.former:
+            kept = entry is None or (entry.past is not None and entry.past.reason == PREEMPTED)  # it has a turn already
+            if entry is not None and entry.former and not entry.work.alone and not kept:
                 older = [age for age in self.core.retries.waiting.values() if age < entry.work.number]
                 assert not older, f"{entry.id} goes ahead of {older}"
         if isinstance(command, Prepare):
@@ -36,7 +37,7 @@ class StormCheck:
     def after_event(self, name: str) -> None:
         if name == FRONTEND:
             entries = self.core.entries.values()
-            found = sum(is_going_on(each) for each in entries)
+            found = sum(is_going_on(each) and not each.work.alone for each in entries)
             assert found <= self.core.failures.most_retries(0), f"{found} go on at once"
             self.most, self.held = max(self.most, found), self.held + bool(self.core.retries.waiting)
             assert set(self.core.retries.waiting) | self.core.retries.active <= set(self.core.entries)

@@ -59,7 +59,11 @@ def find_misfit(router: Router, work: Work, losses: Mapping[str, str]) -> Failur
 def _away(router: Router, letter: str, losses: Mapping[str, str]) -> str:
     """Name the instances of a stage that are away, and why."""
     gone = [peer.name for peer in router.lost.values() if letter in peer.roles]
-    why = "; ".join(f"{name} is started again: {losses.get(name) or 'it was lost'}" for name in gone)
+    kept = [name for name, peer in router.peers.items() if letter in peer.roles and name in router.reserved]
+    why = "; ".join(
+        [f"{name} is started again: {losses.get(name) or 'it was lost'}" for name in gone]
+        + [f"{name} is reserved for a request that runs alone" for name in kept]
+    )
     return f"no instance is up at stage {letter} just now ({why}); try again in a while"
 
 

@@ -22,7 +22,7 @@ from trinity.core.frontend_events import Abort as Abort
 from trinity.core.frontend_events import Deliver as Deliver
 from trinity.core.frontend_events import End as End
 from trinity.core.frontend_events import MoveRequest, Prepared
-from trinity.core.frontend_losses import end_of_loss, find_loss, whom_to_cancel
+from trinity.core.frontend_losses import end_of_loss, find_death, find_loss, refuse_poison, whom_to_cancel
 from trinity.core.frontend_moves import begin_move, drop_move, note_moved, refuse_move
 from trinity.core.frontend_request import (
     FrontendRequest,
@@ -45,6 +45,7 @@ from trinity.core.messages import (
     Moved,
     NotMoved,
     PeerDown,
+    PeerEmpty,
     PeerLoad,
     PeerSuspect,
     PeerUp,
@@ -93,6 +94,7 @@ class FrontendCore(FrontendStarts):
             Prepared: self._prepared,
             PeerUp: self._back,
             PeerDown: self._lost,
+            PeerEmpty: self._emptied,
             PeerLoad: lambda event, now: self.router.take(event),
             PeerSuspect: lambda event, now: self.router.suspect(event),
         }
@@ -102,7 +104,7 @@ class FrontendCore(FrontendStarts):
         handler = self._handlers.get(type(event))
         if handler is not None:
             handler(event, now)
-            if self.retries.waiting or self.preparations.waiting:
+            if self.retries.waiting or self.preparations.waiting or self.isolation.lifted:
                 self._begin_next(now)
         return self._out
 
@@ -166,8 +168,7 @@ class FrontendCore(FrontendStarts):
             self._out.append(Deliver(entry.id, entry.delivered, sampled))
             entry.tokens.append(sampled.token)
             entry.delivered += 1
-        if entry.delivered > entry.base:
-            self._has_gone_on(entry)
+        self._has_gone_on(entry)
         self._settle(entry, now)
 
     # ---------------------------------------------------------------- instances come and go
@@ -198,18 +199,25 @@ class FrontendCore(FrontendStarts):
     def _back(self, event: PeerUp, now: float) -> None:
         """Add an instance, for which some may wait. What was on a former life of it is lost, even if nobody said so."""
         self.router.add(event)
-        waiting = [entry for entry in self.entries.values() if entry.waits and entry.retry_at == inf]
+        self._out.extend(Send(event.name, each) for each in self.isolation.reservations())
         if event.epoch:
             for entry in list(self.entries.values()):
                 self._check_lives(entry, now)
-        for entry in sorted(waiting, key=lambda each: each.work.number):
-            self._try_again(entry, now)
+        self._retry_waiting(now)
+
+    def _emptied(self, event: PeerEmpty, now: float) -> None:
+        self.isolation.note_empty(event)
+        ward = self.entries.get(self.isolation.ward)
+        if ward is not None and ward.waits:
+            self._try_again(ward, now)
 
     def _lost(self, event: PeerDown, now: float) -> None:
         """Fail the requests on a lost instance, or send them on; the other instances drop what they hold of these."""
         self.losses[event.name] = event.why
-        self.router.drop(event.name)
+        lost = self.router.drop(event.name)
         for request, entry in list(self.entries.items()):
+            if lost is not None:
+                entry.note_late_death(Life(lost.name, lost.epoch), lost.roles, now)
             self._check_lives(entry, now)
             if request in self.entries and entry.aborted and event.name in entry.route:
                 self._cancel(entry)  # the first one may have ended there
@@ -285,7 +293,12 @@ class FrontendCore(FrontendStarts):
             return replace(finished, reason=entry.said, failure=None, count=entry.delivered)
         else:
             pause_s = entry.count_loss(finished, waits=self.failures.wait_s != 0)
-            if entry.may_not_go_on(self.failures):
+            verdict = self._count_death(entry, finished, now)
+            if verdict is not None:
+                return replace(finished, failure=verdict)
+            if pause_s is None:
+                self.isolation.lift(entry)
+            if entry.may_not_go_on(self.failures, lost=pause_s is None):
                 return after_losses(finished, len(entry.former))
             self._leave(entry, finished, now)
         problem = None
@@ -298,10 +311,25 @@ class FrontendCore(FrontendStarts):
         entry.past = join_attempts(entry.past, finished)
         return None
 
+    def _count_death(self, entry: FrontendRequest, finished: Finished, now: float) -> Failure | None:
+        """Count the death of an instance that had a request. Returns a refusal once it was its own doing."""
+        death = find_death(entry, finished, self.router)
+        if death is None or not self.failures.recoveries:
+            return None
+        death = death._replace(alone=self.isolation.is_alone(entry, death.life))
+        entry.note_death(death, now)
+        if entry.row < self.failures.deaths or entry.deaths[-1] != death or not death.alone:
+            return None
+        for other in self.entries.values():
+            if other is not entry:
+                other.pardon({each.life for each in entry.deaths})
+        return refuse_poison(entry)
+
     def _leave(self, entry: FrontendRequest, finished: Finished, now: float) -> None:
         """Leave this life of a request, which no instance is to go on with, for the next one, under another name."""
         work = entry.work
-        self._leave_turns(entry)
+        self.retries.leave(entry.id)
+        self.preparations.leave(entry.id)
         attempted = entry.past.route if entry.past is not None else ()  # by this life, before it was preempted
         self._forget(work.request, work.attempt, (entry.first, *finished.route, *entry.route, *attempted))
         entry.end_life(finished, now)

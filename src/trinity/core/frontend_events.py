@@ -57,7 +57,8 @@ class Prepare(Value, frozen=True):
 class FormerLife(Value, frozen=True):
     """A life of a request that a loss ended.
 
-    ``tokens``: those that its reader had by then, of all lives. ``seconds``: from its start to its end.
+    ``tokens``: those that its reader had by then, of all lives. ``seconds``: from its start to its end. ``alone``: it
+    ran with nothing beside it, as instances had died of it or of its neighbours before.
     """
 
     why: str
@@ -65,6 +66,7 @@ class FormerLife(Value, frozen=True):
     seconds: float
     route: tuple[str, ...] = ()
     spans: dict[str, float] = msgspec.field(default_factory=dict)
+    alone: bool = False
 
 
 class End(Value, frozen=True):

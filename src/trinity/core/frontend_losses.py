@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trinity.core.frontend_request import FrontendRequest, Life
+from trinity.core.frontend_request import Death, FrontendRequest, Life
 from trinity.core.messages import Failure, Finished
 from trinity.core.routing import Router
 
@@ -40,6 +40,28 @@ def end_of_loss(entry: FrontendRequest, lost: Life, router: Router) -> Finished:
         count=entry.delivered,
         route=entry.route,
     )
+
+
+def find_death(entry: FrontendRequest, finished: Finished, router: Router) -> Death | None:
+    """The death of an instance that had a request, in whose step it may have been: of ``alone`` nothing is known yet.
+
+    A target may say first that its source is lost, which was still encoding or prefilling what it offered.
+    """
+    life, why = entry.lost, finished.failure
+    if life is None and why is not None and why.fields.get("cause") == "PeerLost":
+        places = [hop for hop in sorted(entry.hops) if entry.hops[hop].name == why.fields.get("source")]
+        life = entry.hops[places[-1]] if places else None
+    if life is None:
+        return None
+    peer = router.lost.get(life.name) or router.peers.get(life.name)
+    return Death(life, peer.roles if peer is not None else "", entry.delivered, False)
+
+
+def refuse_poison(entry: FrontendRequest) -> Failure:
+    """Refusal of a request of which instances died."""
+    names = ", ".join(death.life.name for death in entry.deaths[len(entry.deaths) - entry.row :])
+    text = f"{entry.row} instances died while they had this request ({names}), the last with nothing beside it"
+    return Failure("PoisonRequest", f"{text}; do not send it again unchanged", {"instances": names})
 
 
 def whom_to_cancel(entry: FrontendRequest, router: Router) -> list[str]:

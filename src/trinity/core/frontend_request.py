@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any, NamedTuple
@@ -12,6 +13,7 @@ from trinity.core.failure_policy import FailurePolicy
 from trinity.core.frontend_events import FormerLife
 from trinity.core.messages import NOWHERE, PREEMPTED, Failure, Finished, Sampled, Work
 
+PASSED_TOKENS = 8  # more than its reader had: past what the lost instance was at, which may have been ahead of that
 ROUNDING_S = 1e-3  # of sums of pauses: one that is short of its wait by less has waited
 PAUSE_S, MOST_PAUSE_S = 0.05, 1.0  # before a request goes back to one that has not heard yet who is up
 
@@ -21,6 +23,15 @@ class Life(NamedTuple):
 
     name: str
     epoch: int
+
+
+class Death(NamedTuple):
+    """Death of an instance that had a request, with so many ``tokens`` out. ``alone``: it had nothing else."""
+
+    life: Life
+    roles: str
+    tokens: int
+    alone: bool
 
 
 @dataclass(slots=True)
@@ -38,7 +49,10 @@ class FrontendRequest:
       ``pauses``: how often it was told that an instance is away.
     - ``dropped``: its inputs are not kept, so that they must be prepared again before it can be sent again;
       ``preparing``: they are just now.
-    - ``watched``: it goes on after a loss, and has no new token yet.
+    - ``watched``: it goes on after a loss, and has no new token yet, or has not got through its stage alone.
+    - ``left``: lives of instances that it was at last in the life before, where no death explained the end of that.
+    - ``deaths``: of instances that had it; the last ``row`` of them without its getting through between. ``died_at``:
+      clock time of the last one.
     - ``recomputing``: positions to prefill because a former life was lost; ``recomputed``: of lives that have ended.
     """
 
@@ -75,6 +89,50 @@ class FrontendRequest:
     waits_since: float = 0.0
     pauses: int = 0
     watched: bool = False
+    left: frozenset[Life] = frozenset()
+    deaths: tuple[Death, ...] = ()
+    row: int = 0
+    died_at: float = 0.0
+
+    @property
+    def place(self) -> Life | None:
+        """The life of an instance that it is at, as far as is known; None while it is at none."""
+        return self.hops[max(self.hops)] if self.hops and not self.waits else None
+
+    @property
+    def suspected(self) -> str:
+        """Letters of the stages at which instances died with it, since it last got through."""
+        roles = {letter for death in self.deaths[len(self.deaths) - self.row :] for letter in death.roles}
+        return "".join(letter for letter in "EPD" if letter in roles)
+
+    @property
+    def has_passed(self) -> bool:
+        """True for one that has got through what it was suspected in: its first token shows that of E and P.
+
+        That it has been handed on shows nothing: blocks move ahead of the end of the step that fills them.
+        """
+        suspected = self.suspected
+        return not suspected or self.delivered - self.deaths[-1].tokens >= (PASSED_TOKENS if "D" in suspected else 1)
+
+    def note_death(self, death: Death, now: float) -> None:
+        """Count a death, once; the first of a row where it had got through since the one before."""
+        if any(each.life == death.life for each in self.deaths):
+            return
+        self.row = 1 if self.has_passed else self.row + 1
+        self.deaths += (death,)
+        self.died_at = now
+
+    def note_late_death(self, life: Life, roles: str, now: float) -> None:
+        """Count a death that explains why the life before ended: nobody knew of it then."""
+        if life in self.left and life not in self.hops.values():
+            self.note_death(Death(life, roles, self.delivered, False), now)
+
+    def pardon(self, lives: Collection[Life]) -> None:
+        """Give it the recoveries back that deaths of these lives of instances cost it: another request did that.
+
+        The deaths stay what they are: it may be a second one of that kind.
+        """
+        self.recoveries -= sum(death.life in lives for death in self.deaths)
 
     @property
     def route(self) -> tuple[str, ...]:
@@ -93,10 +151,21 @@ class FrontendRequest:
         """Count of its lives that were sent to an instance; 1 where none was."""
         return max(1, len(self.former) + bool(self.first))
 
-    def may_not_go_on(self, policy: FailurePolicy) -> bool:
-        """True where it has had its recoveries, or has waited as long as it may."""
+    def may_not_go_on(self, policy: FailurePolicy, lost: bool) -> bool:
+        """True where it is ``lost``, has had its recoveries and is not to run alone, or has waited for long enough."""
         waited = policy.wait_s is not None and self.waited_s + ROUNDING_S >= policy.wait_s > 0
-        return waited or not policy.recoveries or self.recoveries > policy.recoveries
+        spent = self.recoveries > policy.recoveries
+        return waited or not policy.recoveries or (lost and spent and not self.is_suspect(policy))
+
+    def is_suspect(self, policy: FailurePolicy) -> bool:
+        """True for one that is to run alone: so many instances in a row died with it, or it has had its recoveries.
+
+        In the latter case the last one may have died of another, and that is no reason to end it.
+        """
+        if not policy.recoveries or policy.wait_s == 0 or not self.row:
+            return False
+        spent = self.recoveries > policy.recoveries
+        return not self.deaths[-1].alone if spent else self.row >= policy.alone_after
 
     def is_due(self, alarm: float) -> bool:
         """True where this clock time still means something to it."""
@@ -159,8 +228,11 @@ class FrontendRequest:
         self.count_recomputed(finished)
         why = finished.failure.message if finished.failure is not None else ""
         route = finished.route or self.route
-        self.former += (FormerLife(why, self.delivered, now - self.began, route, finished.spans),)
+        alone = bool(self.deaths) and self.deaths[-1].alone and self.died_at == now
+        self.former += (FormerLife(why, self.delivered, now - self.began, route, finished.spans, alone),)
         self.early.clear()
+        unexplained = not self.deaths or self.died_at != now
+        self.left = frozenset(self.hops[hop] for hop in sorted(self.hops)[-2:]) if unexplained else frozenset()
         self.first = ""
 
     def count_recomputed(self, finished: Finished) -> None:

@@ -6,14 +6,18 @@ They wait for a stage that is away, for their turn after a loss, and for inputs 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from math import inf
+
+from msgspec.structs import replace
 
 from trinity.core.alarms import Alarms
 from trinity.core.failure_policy import FailurePolicy
 from trinity.core.front_door import find_misfit
 from trinity.core.frontend_events import Prepare, Prepared
 from trinity.core.frontend_request import FrontendRequest, Life
-from trinity.core.messages import Failure, Submit, Value
+from trinity.core.isolation import EMPTY_POLL_S, Isolation, stages_of
+from trinity.core.messages import Failure, Send, Submit, Value
 from trinity.core.routing import BadChoice, Router, RoutingPolicy
 from trinity.core.spread import send_spread
 from trinity.core.turns import Turns
@@ -40,6 +44,7 @@ class FrontendStarts(ABC):
         self.lives: dict[str, FrontendRequest] = {}
         self.losses: dict[str, str] = {}
         self.retries, self.preparations = Turns(), Turns()
+        self.isolation = Isolation(self.router, self.entries)
         self._alarms = Alarms(self.entries)
         self._out: list[Value] = []
 
@@ -58,12 +63,15 @@ class FrontendStarts(ABC):
 
     def _start(self, entry: FrontendRequest, now: float) -> Failure | None:
         """Send a request to its first stage, or have it wait while it cannot be. Returns why neither."""
+        if not self._is_apart(entry, now):
+            pause_s = EMPTY_POLL_S if self.isolation.ward == entry.id else inf
+            return self._wait_or_give_up(entry, now, Failure("Overloaded", ALONE_TEXT), pause_s)
         problem = find_misfit(self.router, entry.work, self.losses)
         if problem is not None:
             self.retries.leave(entry.id)
             if problem.error != "Overloaded" or self.failures.wait_s == 0:
                 return problem
-            return self._wait_or_give_up(entry, now, problem)
+            return self._wait_or_give_up(entry, now, problem, EMPTY_POLL_S if entry.work.alone else inf)
         if not self._has_turn(entry):
             return self._wait_or_give_up(entry, now, Failure("Overloaded", TURN_TEXT))
         if entry.dropped and not entry.inputs:
@@ -76,12 +84,34 @@ class FrontendStarts(ABC):
         if not entry.former or self.failures.wait_s == 0:
             return True
         entry.watched = True
+        if entry.work.alone:
+            return True  # as only one does at a time
         return self.retries.take(entry.id, entry.work.number, self.failures.most_retries(len(self.entries)))
 
-    def _wait_or_give_up(self, entry: FrontendRequest, now: float, problem: Failure) -> Failure | None:
+    def _is_apart(self, entry: FrontendRequest, now: float) -> bool:
+        """True unless it is to run alone, and what it needs for that is not reserved, up and empty yet."""
+        suspect = entry.is_suspect(self.failures)
+        alone = "".join(letter for letter in entry.suspected if letter in stages_of(entry.work)) if suspect else ""
+        if alone != entry.work.alone:
+            entry.work = replace(entry.work, alone=alone)
+        if not alone:
+            self.isolation.lift(entry)
+            return True
+        apart = self.isolation.admits(entry, now)
+        self._tell(self.router.peers)
+        return apart
+
+    def _tell(self, names: Iterable[str]) -> None:
+        """Tell instances what is reserved and what no longer is."""
+        for message in self.isolation.take_said():
+            self._out.extend(Send(name, message) for name in names)
+
+    def _wait_or_give_up(
+        self, entry: FrontendRequest, now: float, problem: Failure, pause_s: float = inf
+    ) -> Failure | None:
         if now >= entry.gives_up_at:
             return problem
-        self._wait(entry, now)
+        self._wait(entry, now, pause_s)
         return None
 
     def _prepare(self, entry: FrontendRequest, now: float) -> None:
@@ -98,16 +128,18 @@ class FrontendStarts(ABC):
             return Failure("StageError", str(choice))
         assert first is not None
         sent = Submit(entry.work, entry.inputs, tokens=tuple(entry.tokens))
-        self._out += send_spread(self.router, first, sent, self.spread)
+        self._out += send_spread(self.router, first, sent, 1 if entry.work.alone else self.spread)
         entry.enter(Life(first, self.router.peers[first].epoch), now)
         entry.inputs = () if entry.dropped else entry.inputs
         return None
 
     def _wait(self, entry: FrontendRequest, now: float, pause_s: float = inf) -> None:
         """Let it wait until an instance comes up, or for so long."""
+        waited = entry.waits
         entry.wait(now, now + pause_s, self.failures.wait_s)
         self._alarms.set(entry.retry_at, entry.id)
-        self._alarms.set(entry.gives_up_at, entry.id)
+        if not waited:
+            self._alarms.set(entry.gives_up_at, entry.id)
 
     def _try_again(self, entry: FrontendRequest, now: float) -> None:
         problem = None if entry.preparing else self._start(entry, now)
@@ -115,23 +147,38 @@ class FrontendStarts(ABC):
             self._give_up(entry, problem)
 
     def _begin_next(self, now: float) -> None:
-        """Let those go on for which there is a turn now, the oldest first."""
+        """Let those go on for which there is a turn or an instance now, the oldest first."""
+        while self.isolation.lifted:
+            self.isolation.lifted = False
+            self._tell(self.router.peers)
+            self._retry_waiting(now)
         while (name := self.retries.next(self.failures.most_retries(len(self.entries)))) is not None:
             self._try_again(self.entries[name], now)
         while (name := self.preparations.next(PREPARED_AT_ONCE)) is not None:
             self._prepare(self.entries[name], now)
+
+    def _retry_waiting(self, now: float) -> None:
+        """Try all again that wait for an instance: the one that runs alone first, then the oldest."""
+        ward = self.isolation.ward
+        waiting = [each for each in self.entries.values() if each.waits and (each.retry_at == inf or each.work.alone)]
+        for entry in sorted(waiting, key=lambda each: (each.id != ward, each.work.number)):
+            self._try_again(entry, now)
 
     def _give_up(self, entry: FrontendRequest, why: Failure) -> None:
         entry.finish("error", why)
         self._conclude(entry)
 
     def _has_gone_on(self, entry: FrontendRequest) -> None:
-        """Note that this life of a request has had a token: it is no dearer than others from now on."""
-        if entry.watched:
-            entry.watched = False
-            self.retries.leave(entry.id)
+        """Note that this life of a request has a new token: it is like others, once it has passed."""
+        if not entry.watched or entry.delivered == entry.base:
+            return
+        self.retries.leave(entry.id)
+        if not entry.work.alone or entry.has_passed:
+            entry.watched, entry.row = False, 0 if entry.work.alone else entry.row
+            self.isolation.lift(entry)
 
     def _leave_turns(self, entry: FrontendRequest) -> None:
+        self.isolation.lift(entry)
         self.retries.leave(entry.id)
         self.preparations.leave(entry.id)
 
@@ -150,4 +197,5 @@ class FrontendStarts(ABC):
             self._give_up(entry, failure)
 
 
+ALONE_TEXT = "instances died while they had it, and none was free in time for it to run alone; try again in a while"
 TURN_TEXT = "many requests go on after a loss just now, and its turn has not come in the time it may wait; try again"

@@ -29,6 +29,8 @@ from trinity.core.values import NOWHERE as NOWHERE
 from trinity.core.values import PREEMPTED as PREEMPTED
 from trinity.core.values import Failure as Failure
 from trinity.core.values import MediaSpan as MediaSpan
+from trinity.core.values import PeerEmpty as PeerEmpty
+from trinity.core.values import PeerReserved as PeerReserved
 from trinity.core.values import ResolvedSampling as ResolvedSampling
 from trinity.core.values import Sampled as Sampled
 from trinity.core.values import Value as Value

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol, cast
 
 from trinity.core.block_pool import DIGEST, blocks_for, media_keys, prefix_keys
-from trinity.core.messages import IMAGE, KV, MediaSpan, PeerLoad, PeerSuspect, PeerUp, Work
+from trinity.core.messages import IMAGE, KV, MediaSpan, PeerLoad, PeerReserved, PeerSuspect, PeerUp, Work
 from trinity.core.near_hosts import HostTurns
 from trinity.errors import describe_error
 from trinity.plugins import load_plugin
@@ -146,6 +146,7 @@ class Router:
         self.peers: dict[str, PeerUp] = {}
         self.lost: dict[str, PeerUp] = {}
         self.suspects: set[str] = set()
+        self.reserved: dict[str, int] = {}  # first epochs, by name
         self.loads: dict[str, PeerLoad] = {}
         self._sent: dict[str, dict[str, int]] = {}  # units of work since an instance's last report, by letter
         self._digests: dict[tuple[str, str], tuple[bytes, frozenset[bytes]]] = {}
@@ -206,12 +207,32 @@ class Router:
         return [peer for peer in found if peer.name not in self.suspects] or found if self.suspects else found
 
     def fitting(self, letter: str, work: Work) -> Iterator[PeerUp]:
-        """Instances with the stage whose pools could ever hold the request."""
-        return _fitting(letter, work, self.peers.values())
+        """Instances with the stage whose pools could ever hold the request, and that it may go to just now."""
+        found = _fitting(letter, work, self.peers.values())
+        return found if not (self.reserved or work.alone) else self._open(found, work)
+
+    def holding(self, letter: str, work: Work, lost: bool = False) -> Iterator[PeerUp]:
+        """Those that are up, or ``lost``, whose pools could ever hold the request, reserved ones too."""
+        return _fitting(letter, work, (self.lost if lost else self.peers).values())
+
+    def _open(self, peers: Iterator[PeerUp], work: Work) -> Iterator[PeerUp]:
+        """Those reserved for a request that runs alone where it does, and the others for all others."""
+        return (peer for peer in peers if work.is_alone_at(peer.roles) is self.is_reserved(peer.name, peer.epoch))
+
+    def reserve(self, event: PeerReserved) -> None:
+        """Keep an instance for a request that runs alone, from this epoch on, or no longer."""
+        if event.reserved:
+            self.reserved[event.name] = event.epoch
+        else:
+            self.reserved.pop(event.name, None)
+
+    def is_reserved(self, name: str, epoch: int) -> bool:
+        return name in self.reserved and epoch >= self.reserved[name]
 
     def awaits(self, letter: str, work: Work) -> bool:
-        """True where no instance that is up could hold the request at this stage, and one that is lost could."""
-        return not any(self.fitting(letter, work)) and any(_fitting(letter, work, self.lost.values()))
+        """True where the request may go to no instance with this stage now, and could to one lost or reserved."""
+        known = (*self.lost.values(), *self.peers.values())
+        return not any(self.fitting(letter, work)) and any(_fitting(letter, work, known))
 
     def enter(self, work: Work) -> str | None:
         """Name of the instance for the first stage: E where there are media, unless they need not be encoded."""

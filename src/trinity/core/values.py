@@ -101,6 +101,7 @@ class Work(Value, frozen=True, kw_only=True):
     ``named_stop_ids``: those of ``stop_ids`` that a stop string alone names; no ``min_tokens`` delays them.
     ``salt``: requests of different salts share no prefix; ``content`` of its media has it too.
     ``encode_only``: it ends with the features of its media, which its reader gets; its prompt is empty.
+    ``alone``: stages ("PD") at which it runs with no other request on the instance, to see whether that dies of it.
     """
 
     request: str
@@ -116,6 +117,11 @@ class Work(Value, frozen=True, kw_only=True):
     outputs: int = 0
     salt: str = ""
     encode_only: bool = False
+    alone: str = ""
+
+    def is_alone_at(self, roles: str) -> bool:
+        """True where it runs alone on an instance with these roles."""
+        return any(letter in roles for letter in self.alone)
 
 
 class Failure(Value, frozen=True):
@@ -132,3 +138,23 @@ class Sampled(Value, frozen=True):
     token: int
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] | None = None
+
+
+class PeerReserved(Value, frozen=True):
+    """Front end to all instances: a life of an instance, from this epoch on, is for one that runs alone; or no more.
+
+    ``number`` counts them: the instance answers with it once it is empty.
+    """
+
+    name: str
+    epoch: int
+    reserved: bool
+    number: int = 0
+
+
+class PeerEmpty(Value, frozen=True):
+    """Instance to front end: I am reserved by the PeerReserved of this number, and have no request and no lease."""
+
+    name: str
+    epoch: int
+    number: int

@@ -16,6 +16,7 @@
     │   ├── Overloaded                the waiting queue is full
     │   ├── DeadlineExceeded          its deadline passed before its last token (``.output``)
     │   ├── StageError                a stage raised an error on it (``.stage``)
+    │   ├── PoisonRequest             instances die while they have it, alone as well (``.instances``)
     │   ├── MigrationError            its blocks could not be moved (``.source .target .kind``)
     │   └── MoveError                 it decodes on where it is (``.reason``)
     ├── TransportError                a transport failed (``.scheme .peer``)
@@ -143,6 +144,17 @@ class MoveError(RequestError):
     def __init__(self, message: str, request_id: str = "", reason: str = "") -> None:
         super().__init__(message, request_id)
         self.reason = reason
+
+
+class PoisonRequest(RequestError):
+    """Instances (``.instances``: their names, joined by ", ") died with the request, the last with nothing beside it.
+
+    It is not tried again; sent again unchanged, it would do the same.
+    """
+
+    def __init__(self, message: str, request_id: str = "", instances: str = "") -> None:
+        super().__init__(message, request_id)
+        self.instances = instances
 
 
 class TransportError(TrinityError):

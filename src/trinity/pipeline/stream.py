@@ -347,7 +347,8 @@ def reduce_deadline(processed: ProcessedRequest, spent_s: float) -> ProcessedReq
 def record_end(stream: Stream, metrics: Metrics, trace: Trace) -> None:
     """Count a request that has ended, and add it to the trace. What cannot be recorded is logged: its reader waits."""
     try:
-        metrics.add(stream.output, stream._encode_only)
+        error = type(stream._error).__name__ if isinstance(stream._error, RequestError) else ""
+        metrics.add(stream.output, stream._encode_only, error)
         if not stream._encode_only:  # a row is a prompt and an output, to plan on
             trace.append(make_trace_row(stream))
     except Exception:

@@ -24,7 +24,9 @@ from trinity.core.messages import (
     NotMoved,
     Offer,
     PeerDown,
+    PeerEmpty,
     PeerLoad,
+    PeerReserved,
     PeerSuspect,
     PeerUp,
     Ready,
@@ -294,6 +296,8 @@ ControlMessage = (
     | Offer
     | PeerLoad
     | PeerDown
+    | PeerEmpty
+    | PeerReserved
     | PeerSuspect
     | PeerUp
     | Peers

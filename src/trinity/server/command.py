@@ -100,11 +100,9 @@ def _make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--deadline", type=float, metavar="S", help="longest time of a request, in seconds")
     parser.add_argument("--tool-parser", default="auto", help="auto, hermes, llama3_json, qwen3_coder or none")
     parser.add_argument("--max-body-mb", type=int, default=64, metavar="MB", help="longest body")
+    _add_failure_options(parser)
     parser.add_argument("--max-waiting", type=int, default=1024, metavar="N", help="requests that may wait")
     parser.add_argument("--spread", type=int, default=1, metavar="N", help="encoders for the images of one request")
-    parser.add_argument("--recoveries", type=int, default=2, metavar="N", help="losses that a request survives")
-    parser.add_argument("--retry-share", type=float, default=0.2, metavar="X", help="of requests, that go on at once")
-    parser.add_argument("--wait", type=float, default=600.0, metavar="S", help="for a lost stage to be back; 0: none")
     parser.add_argument(
         "--allow-media-host", action="append", default=[], metavar="HOST", help="whose images are fetched; repeatable"
     )
@@ -119,6 +117,15 @@ def _make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--no-live", action="store_true", help="serve no live page at /live")
     parser.add_argument("--access-log", action="store_true", help="log each request")
     return parser
+
+
+def _add_failure_options(parser: argparse.ArgumentParser) -> None:
+    """Add those of ``FailurePolicy``."""
+    parser.add_argument("--recoveries", type=int, default=2, metavar="N", help="losses that a request survives")
+    parser.add_argument("--deaths", type=int, default=3, metavar="N", help="of instances with a request, that end it")
+    parser.add_argument("--alone-after", type=int, default=2, metavar="N", help="of them, after which it runs alone")
+    parser.add_argument("--retry-share", type=float, default=0.2, metavar="X", help="of requests, that go on at once")
+    parser.add_argument("--wait", type=float, default=600.0, metavar="S", help="for a lost stage to be back; 0: none")
 
 
 def make_server_config(arguments: argparse.Namespace) -> ServerConfig:
@@ -156,7 +163,11 @@ def make_served_pipeline(arguments: argparse.Namespace) -> Pipeline:
         max_waiting=arguments.max_waiting,
         spread=arguments.spread,
         failures=FailurePolicy(
-            recoveries=arguments.recoveries, wait_s=arguments.wait, retry_share=arguments.retry_share
+            recoveries=arguments.recoveries,
+            wait_s=arguments.wait,
+            retry_share=arguments.retry_share,
+            deaths=arguments.deaths,
+            alone_after=arguments.alone_after,
         ),
         download=arguments.download,
         limits=MediaLimits(

@@ -102,6 +102,10 @@ class PipelineCollector(Collector):
         for error, count in summary["refused"].items():
             refused.add_metric((error,), count)
         yield refused
+        failed = CounterMetricFamily("trinity_requests_failed", "Requests that ended with an error.", labels=("error",))
+        for error, count in summary["failed"].items():
+            failed.add_metric((error,), count)
+        yield failed
 
     def _counter(self, name: str, text: str, value: float) -> Metric:
         family = CounterMetricFamily(name, text, labels=VLLM_LABELS)

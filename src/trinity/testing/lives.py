@@ -55,6 +55,11 @@ class Lives:
             stuck = self.draw.choice([0.0, 0.0, 0.1, 1.0, at])
             self._cuts[name, other] = (at - self.draw.uniform(0.0, stuck), self.draw.choice([0, 0, 1, 2, 5]))
 
+    def hear_all(self, name: str, at: float) -> None:
+        """Cut none of the channels of ``name`` before its death at this time."""
+        for other in (FRONTEND, *self.epochs):
+            self._cuts[name, other] = (at, 1 << 30)
+
     def carries(self, name: str, target: str, now: float) -> bool:
         """Tell whether what ``name`` says to ``target`` now gets there, as far as the two live on."""
         if target in self.dead or self._links.get((name, target), -1) != self.epochs.get(target, 0):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from trinity.core.instance.company import find_company
 from trinity.core.instance.helpers import leave_to_helpers
 from trinity.core.instance.lifecycle import end, queue_prefill
 from trinity.core.instance.phases import Phase
@@ -22,7 +23,7 @@ def handle_submit(s: State, event: Submit, now: float) -> None:
     s.set_deadline(state, work.deadline_s, now)
     s.report_soon(now)
     s.list_media(state)
-    problem = _problem(s, work)
+    problem = _problem(s, work) or find_company(s, work)
     if problem is not None:
         end(s, state, now, "error", problem)
         return

@@ -7,6 +7,7 @@ from typing import Any
 
 from trinity.core.instance.arrival import handle_submit
 from trinity.core.instance.collection import handle_collected
+from trinity.core.instance.company import handle_peer_reserved, say_empty
 from trinity.core.instance.lifecycle import handle_cancel, handle_forget
 from trinity.core.instance.peers import handle_peer_load, handle_peer_lost, handle_peer_suspect, handle_peer_up
 from trinity.core.instance.repeated_step import RepeatedStep, find_repeated
@@ -27,6 +28,7 @@ from trinity.core.messages import (
     Offer,
     PeerDown,
     PeerLoad,
+    PeerReserved,
     PeerSuspect,
     PeerUp,
     Pulled,
@@ -64,6 +66,7 @@ _HANDLERS: dict[type[Value], Callable[[State, Any, float], None]] = {
     PeerUp: handle_peer_up,
     PeerLoad: handle_peer_load,
     PeerSuspect: handle_peer_suspect,
+    PeerReserved: handle_peer_reserved,
     PeerDown: handle_peer_lost,
     Fetch: handle_fetch,
     Fetched: handle_fetched,
@@ -98,6 +101,8 @@ class InstanceCore:
             offer_moves(s, now)
         if kind is not PeerUp and kind is not PeerLoad:
             pump(s, now)
+        if s.reserved_as is not None:
+            say_empty(s)
         self._repeated = find_repeated(s)
         return s.out
 

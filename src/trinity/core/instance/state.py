@@ -76,12 +76,11 @@ class State:
         self.grows = settings.reservation == "optimistic" and "D" in settings.roles
         self.lanes: Flights = {lane: deque() for lane in settings.lanes}
         self.out: list[Value] = []
-        self.steps = 0
-        self.offers = 0
-        self.preemptions = 0
-        self.generation = 0
+        self.steps = self.offers = self.preemptions = self.generation = 0
         # taken back from a lease: a former target may still read them
         self.revoked_blocks: dict[str, set[int]] = {kind: set() for kind in settings.pools}
+        self.reserved_as: int | None = None  # number of the PeerReserved for one that runs alone here
+        self.said_empty = False
         self.skipped_encodes: dict[str, SkippedEncode] = {}
         self.fetches: dict[str, FeatureFetch] = {}
         self.last_heard: dict[str, float] = {}

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from msgspec.structs import replace
 
 from trinity.core.block_pool import blocks_for
+from trinity.core.instance.company import find_company
 from trinity.core.instance.lifecycle import conclude_if_quiet, end, queue_prefill, release
 from trinity.core.instance.phases import Phase
 from trinity.core.instance.queues import Queue
@@ -36,9 +37,13 @@ def handle_offer(s: State, event: Offer, now: float) -> None:
     s.renew_leases(event.source, now)
     s.watch_lease(now)
     s.report_soon(now)
+    company = find_company(s, work)
+    if company is not None and not event.moves:
+        end(s, state, now, "error", company)
+        return
     if event.kind == KV:
         s.move(state, Phase.KV_OFFER, now)
-        if event.moves and (len(s.kv_offers) > 1 or not reserve_kv(s, state, now)):
+        if event.moves and (company is not None or len(s.kv_offers) > 1 or not reserve_kv(s, state, now)):
             end(s, state, now, "cancelled")  # its source goes on: nobody waits here who holds blocks elsewhere
         return
     s.list_media(state)

@@ -1,0 +1,88 @@
+"""Virtual clusters in which instances die in the steps of some requests, beside all else that goes wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+from typing import Any
+
+from msgspec.structs import replace
+
+from support.deadly import deadly_cluster
+from support.scenarios import largest_need, random_works
+from trinity.core.failure_policy import FailurePolicy
+from trinity.core.messages import Step
+from trinity.testing.virtual import Durations, VirtualCluster, make_settings
+
+
+def stages_of(step: Step, life: str) -> str:
+    """Letters of the stages of which a step has a row of this life of a request."""
+    rows: dict[str, Sequence[str]] = {"D": step.decodes}
+    rows |= {"E": [row.request for row in step.encodes], "P": [row.request for row in step.prefills]}
+    return "".join(letter for letter, found in rows.items() if life in found)
+
+
+class Poison:
+    """Makes an instance die in each step that has a row of a poison request at its stage; it is back ``back_s`` later.
+
+    - ``stages``: the stage at which each of them kills, by its reader's id.
+    - ``deaths``: that each has caused: the instance, and how many others were there.
+    - ``heard``: what an instance said before its death arrives; else its channels are cut at places of their own.
+    """
+
+    heard = False
+
+    def __init__(self, cluster: VirtualCluster, stages: dict[str, str], back_s: float = 0.5) -> None:
+        self.cluster, self.stages, self.back_s = cluster, stages, back_s
+        self.deaths: dict[str, list[tuple[str, int]]] = {name: [] for name in stages}
+        found: Any = cluster
+        self._begin, found._begin = found._begin, self._poisoned
+
+    def _poisoned(self, name: str, step: Step) -> None:
+        readers: dict[str, str] = self.cluster._readers
+        lives = {row.request for row in step.encodes} | {row.request for row in step.prefills} | set(step.decodes)
+        killing = [life for life in lives if self.stages.get(readers.get(life, ""), "-") in stages_of(step, life)]
+        if killing and name not in self.cluster.lives.dead:
+            for life in killing:
+                others = [each for each in self.cluster.cores[name].state.requests if each != life]
+                self.deaths[readers[life]].append((name, len(others)))
+            self.cluster.kill(name, self.cluster.now, self.back_s)
+            if self.heard:
+                self.cluster.lives.hear_all(name, self.cluster.now)
+        self._begin(name, step)
+
+
+def choose_poison(draw: Random, cluster: VirtualCluster) -> dict[str, str]:
+    """One to three of a cluster's requests, and the stage at which each of them kills."""
+    works = [record.work for record in cluster.outcomes.values()]
+    stages = {}
+    for work in draw.sample(works, k=min(len(works), draw.choice([1, 1, 2, 3]))):
+        stages[work.request] = draw.choice(("E" if work.media else "") + ("PD" if work.max_tokens > 1 else "P"))
+    return stages
+
+
+def poisoned_cluster(seed: int, failures: FailurePolicy, kills: bool = True) -> Poison:
+    """A loaded cluster with poison; with ``kills``, deaths from outside. Faults, freezes and leases come anyway."""
+    draw = Random(seed + 7_000_000_001)
+    cluster = deadly_cluster(seed, failures=failures, kills=kills)
+    return Poison(cluster, choose_poison(draw, cluster), draw.choice([0.05, 0.5, 2.0]))
+
+
+CALM = ("EPD", "2EPD", "EP+D", "ED+P", "E+P+D", "PD+E", "1E1P2D", "2E2P2D", "1E2EP3D", "1EP1ED1PD", "EPD+E+P+D")
+
+
+def calm_cluster(seed: int, failures: FailurePolicy, placement: str | None = None) -> Poison:
+    """A cluster in which nothing but poison goes wrong, and all that was said is heard."""
+    draw = Random(seed + 8_000_000_009)
+    works = random_works(draw, draw.choice([3, 6, 12]))
+    pools = {kind: 3 * count for kind, count in largest_need(works).items()}
+    placed = placement or draw.choice(CALM)
+    settings = make_settings(placed, pools, image_block_size=4, kv_block_size=4)
+    slow = draw.choice([0.0, 0.01, 0.1])
+    durations = Durations(message=lambda each, *_: each.uniform(0.0, slow))
+    cluster = VirtualCluster(settings, durations=durations, seed=seed, failures=failures)
+    for work in works:
+        cluster.submit(replace(work, deadline_s=None), draw.uniform(0.0, 1.0))
+    poison = Poison(cluster, choose_poison(draw, cluster), draw.choice([0.05, 2.0]))
+    poison.heard = True
+    return poison
