@@ -23,7 +23,15 @@ from trinity.core.messages import Send
 DEFAULT = FailurePolicy()
 EARLY = FailurePolicy(alone_after=1)
 PATIENT = FailurePolicy(recoveries=20, wait_s=60.0)
-TYPED = {"StageError", "RequestTooLarge", "Overloaded", "MigrationError", "DeadlineExceeded", "RequestError"}
+TYPED = {
+    "PoisonRequest",
+    "StageError",
+    "RequestTooLarge",
+    "Overloaded",
+    "MigrationError",
+    "DeadlineExceeded",
+    "RequestError",
+}
 
 
 def play(poison: Poison, limit: int = 300_000) -> Counter[str]:

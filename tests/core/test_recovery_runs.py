@@ -26,7 +26,15 @@ from trinity.testing.virtual import Durations, VirtualCluster, make_settings
 
 POLICY = FailurePolicy(recoveries=20, wait_s=10.0)
 AT_ALL = 300
-TYPED = {"StageError", "RequestTooLarge", "Overloaded", "MigrationError", "DeadlineExceeded", "RequestError"}
+TYPED = {
+    "PoisonRequest",
+    "StageError",
+    "RequestTooLarge",
+    "Overloaded",
+    "MigrationError",
+    "DeadlineExceeded",
+    "RequestError",
+}
 POOLS = {"image": 16, "kv": 32}
 STILL = Durations(lambda *_: 0.01, lambda *_: 1.0, lambda *_: 0.1)
 

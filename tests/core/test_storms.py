@@ -22,7 +22,7 @@ from trinity.core.turns import Turns
 from trinity.errors import ConfigError
 from trinity.testing.virtual import VirtualCluster, make_settings
 
-NARROW = {"retry_share": 1e-9, "retry_floor": 2}
+NARROW = {"retry_share": 1e-9, "retry_floor": 2, "deaths": 9, "alone_after": 8}
 
 
 def with_four(**policy: Any) -> FrontendCore:
