@@ -30,7 +30,15 @@ from trinity.testing.virtual import Durations, VirtualCluster, make_settings
 
 POLICY = FailurePolicy(recoveries=20, wait_s=10.0)
 AT_ALL = 300
-TYPED = {"StageError", "RequestTooLarge", "Overloaded", "MigrationError", "DeadlineExceeded", "RequestError"}
+TYPED = {
+    "PoisonRequest",
+    "StageError",
+    "RequestTooLarge",
+    "Overloaded",
+    "MigrationError",
+    "DeadlineExceeded",
+    "RequestError",
+}
 
 
 def run(seed: int, deaths: bool = True, limit: int = 1_000_000) -> VirtualCluster:

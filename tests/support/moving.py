@@ -17,7 +17,15 @@ from trinity.placement import Placement
 from trinity.testing.virtual import Durations, VirtualCluster, make_settings
 
 POLICY = FailurePolicy(recoveries=20, wait_s=10.0)
-TYPED = {"StageError", "RequestTooLarge", "Overloaded", "MigrationError", "DeadlineExceeded", "RequestError"}
+TYPED = {
+    "PoisonRequest",
+    "StageError",
+    "RequestTooLarge",
+    "Overloaded",
+    "MigrationError",
+    "DeadlineExceeded",
+    "RequestError",
+}
 WIDE = [each for each in PLACEMENTS if sum("D" in roles for _, roles in Placement.parse(each).instances()) > 1]
 
 
