@@ -9,6 +9,7 @@ from typing import Any
 
 from benchmarks.report import Aim, Result, Table
 from benchmarks.setting import MAX_FOREIGN_SHARE, ForeignLoad, Setting, disturbed
+from trinity.core.transfers import TransferPolicy
 from trinity.costs.emulated_cost import LinearCost
 from trinity.emulation.model import LLAVA_15_7B, EmulatedModel, EmulatedRequest
 from trinity.errors import MoveError, TransportUnavailable
@@ -21,6 +22,7 @@ WAYS = (("threads", "inproc"), ("processes", "shm"), ("processes", "nixl"), ("pr
 LENGTHS = (256, 1024, 2048)
 STEP_S = 0.02
 COST = LinearCost(step_s=STEP_S, decode_s=0.0, prefill_s=1e-5, encode_s=0.0, media_s=0.0, source="given by hand")
+STOP = TransferPolicy(precopy="off")
 SCALE = 8.0  # of the emulation's KV blocks
 BESIDE_S = 0.01  # the aim: what a move takes beside its pull
 EVERY = 5  # tokens from one move to the next
@@ -87,7 +89,12 @@ async def measure_one(hosting: Any, connector: str, tokens: int, moves: int) -> 
     """Move one request of so many tokens, all else idle: KV of LLaVA-1.5-7B's shape and an eighth of its bytes."""
     model = EmulatedModel(shape=LLAVA_15_7B, cost=COST, scale=SCALE)
     pools = {"image": 2, "kv": 2 * (tokens // 16) + 24}
-    kept: dict[str, Any] = {"hosting": hosting, "connector": connector, "cache": CacheConfig(pools=pools)}
+    kept: dict[str, Any] = {
+        "hosting": hosting,
+        "connector": connector,
+        "cache": CacheConfig(pools=pools),
+        "transfers": STOP,
+    }
     async with Pipeline(model, "EP+2D", prefix_cache=False, **kept) as pipe:
         asked = EmulatedRequest(text_tokens=tokens, max_tokens=EVERY * (moves + 2))
         await to_and_fro(pipe, EmulatedRequest(text_tokens=tokens, max_tokens=4 * EVERY), 2)  # touches all pools

@@ -29,6 +29,7 @@ def test_decodes_move_with_all_invariants() -> None:
     assert seen["moved"] > AT_ALL, seen
     assert min(seen[reason] for reason in ("refused", "late", "lost", "same", "moving", "ended")) > 30, seen
     assert all(seen[reason] for reason in ("unpulled", "too large", "unknown")), seen
+    assert min(seen["copy pulled"], seen["copy refused"]) > 30, seen
     assert min(seen["deaths"], seen["survived"]) > 30, seen
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace as replace_lease
 from typing import Any
 
 import pytest
@@ -14,10 +15,10 @@ from trinity.core.frontend_events import MoveEnd
 from trinity.core.frontend_request import FrontendRequest
 from trinity.core.instance import instance_core, lifecycle, peers
 from trinity.core.instance.phases import Phase
-from trinity.core.instance.request_state import REFUSED, RequestState
+from trinity.core.instance.request_state import REFUSED, Lease, RequestState
 from trinity.core.instance.state import State
-from trinity.core.messages import Commit, Moved, NotMoved, Offer, Release, Value, Withdraw
-from trinity.core.migration import leases, moves, source, target
+from trinity.core.messages import Commit, Moved, NotMoved, Offer, Ready, Release, Value, Withdraw
+from trinity.core.migration import kv_target, leases, moves, source, target
 
 Patch = pytest.MonkeyPatch
 Broken = Callable[[Patch], None]
@@ -171,6 +172,61 @@ def a_lease_that_is_withdrawn_and_not_taken_back(patch: Patch) -> None:
 @broken
 def a_source_that_decodes_on_without_a_withdraw(patch: Patch) -> None:
     says(patch, lambda s, said: None if isinstance(said, Withdraw) else said)
+
+
+# ---------------------------------------------------------------- blocks that go ahead
+
+
+@broken
+def a_copy_of_a_block_that_is_not_full(patch: Patch) -> None:
+    plainly = source.lend_copy
+
+    def lend(s: State, state: RequestState, now: float, to: str, blocks: int) -> None:
+        plainly(s, state, now, to, min(blocks + 1, len(state.block_table)))
+
+    patch.setattr(moves, "lend_copy", lend)
+
+
+@broken
+def a_copy_that_is_cached_before_it_is_there(patch: Patch) -> None:
+    plainly = kv_target.queue_pieces
+
+    def ready(incoming: Any, event: Ready, now: float) -> None:
+        plainly(incoming, event, now)
+        if incoming.offer.copies:
+            patch.setattr(target, "is_kv_here", lambda s, state: True)
+
+    patch.setattr(target, "queue_pieces", ready)
+
+
+@broken
+def a_copy_whose_blocks_are_not_leased(patch: Patch) -> None:
+    def lend(s: State, lease: Lease) -> None:
+        plainly(s, lease)
+        if lease.copies:
+            s.pools[lease.kind].drop(lease.blocks)
+            s.pools[lease.kind].hold(())
+            s.outgoing[lease.id] = replace_lease(lease, blocks=())
+
+    plainly = State.lend
+    patch.setattr(State, "lend", lend)
+
+
+@broken
+def a_source_that_waits_for_a_copy_that_nobody_has(patch: Patch) -> None:
+    for module in (leases, peers):
+        patch.setattr(module, "finish_copy", lambda s, lease, now, outcome: None)
+
+
+@broken
+def a_source_that_moves_a_request_which_is_recomputed(patch: Patch) -> None:
+    def finish(s: State, lease: Lease, now: float, outcome: str) -> None:
+        state = s.requests.get(lease.request)
+        if state is not None and state.copy == lease.id and state.ending is None:
+            source.drop_copy(state)
+            s.move(state, Phase.MOVING, now)
+
+    patch.setattr(leases, "finish_copy", finish)
 
 
 @pytest.mark.parametrize("how", BROKEN, ids=[how.__name__ for how in BROKEN])

@@ -18,17 +18,21 @@ from trinity.core.instance.state import State
 from trinity.core.messages import Caught, Moved, Submit, Value
 from trinity.core.migration import moves
 from trinity.core.scheduler import BatchRules
-from trinity.core.transfers import TransferPolicy
+from trinity.core.transfers import PrecopyMode, TransferPolicy
 from trinity.testing.virtual import make_settings
 
 TEXT = Submit(work("r", 1, max_tokens=3))
+LONG = Submit(work("r", 4, max_tokens=3))  # its first block is full
 THERE, BACK = MoveRequest("r", "D1"), MoveRequest("r", "D0")
 ROOM = {"kv": 8}
 
 
-def search(placement: str, asked: tuple[Value, ...], victim: str = "", back: bool = False) -> Search:
-    rules, transfers = BatchRules(token_budget=64, image_budget=64), TransferPolicy(early=False)
-    own = make_settings(placement, ROOM, kv_block_size=4, prefix_cache=False, rules=rules, transfers=transfers)
+def search(
+    placement: str, asked: tuple[Value, ...], victim: str = "", back: bool = False, precopy: PrecopyMode = "off"
+) -> Search:
+    rules, transfers = BatchRules(token_budget=64, image_budget=64), TransferPolicy(early=False, precopy=precopy)
+    cached = precopy != "off"
+    own = make_settings(placement, ROOM, kv_block_size=4, prefix_cache=cached, rules=rules, transfers=transfers)
     return Search(own, asked, victim, back, FailurePolicy(recoveries=2, wait_s=0.0))
 
 
@@ -60,6 +64,13 @@ def test_it_is_whole_or_cancelled_in_every_order_with_a_cancel() -> None:
     found = search("P+2D", (TEXT, THERE, Abort("r", "cancelled")))
     assert len(found.run()) > 1000
     assert ends(found) == {"length", "cancelled"}
+
+
+@pytest.mark.parametrize("victim", ["", "D1"])
+def test_it_is_whole_in_every_order_where_its_full_blocks_go_ahead(victim: str) -> None:
+    found = search("P+2D", (LONG, THERE), victim, precopy="on")
+    assert len(found.run()) > (300 if not victim else 5000)
+    assert ends(found) == {"length"}
 
 
 @pytest.mark.slow

@@ -10,11 +10,13 @@ import trinity
 from support import paths
 from support.checkpoint_files import checkpoint
 from support.moved_streams import read_moving, reason_of
+from trinity.core.transfers import TransferPolicy
 from trinity.errors import MoveError
 from trinity.pipeline import Pipeline
 from trinity.request import Request, Sampling
 from trinity.testing.oracle import Oracle
 
+STOP = TransferPolicy(precopy="off")
 PHOTOS = sorted(paths.PHOTOS.glob("*.jpg"))
 
 
@@ -29,7 +31,9 @@ def test_a_decode_that_moves_at_each_step_is_exact(depth: int) -> None:
     wanted = list(Oracle(checkpoint("llava")).generate(greedy))
 
     async def main() -> None:
-        async with Pipeline(checkpoint("llava"), placement="1E1P2D", dtype="float32", depth=depth) as pipe:
+        async with Pipeline(
+            checkpoint("llava"), placement="1E1P2D", dtype="float32", depth=depth, transfers=STOP
+        ) as pipe:
             alone = list((await pipe.complete(sampled)).token_ids)
             streams = [pipe.stream(greedy), pipe.stream(sampled)]
             found = await asyncio.gather(*(read_moving(each, ("D0", "D1")) for each in streams))

@@ -16,6 +16,7 @@ from support.moved_streams import check_alike, read_moving, reason_of, sampled
 from support.pipeline_options import pipeline_options
 from support.recordings import TEXT_ONLY
 from support.shared_launcher import sharing
+from trinity.core.transfers import TransferPolicy
 from trinity.pipeline import Pipeline
 from trinity.remote.fork_client import Launcher
 from trinity.request import Request, Sampling
@@ -23,6 +24,7 @@ from trinity.testing.checkpoints import ARCHITECTURES
 from trinity.testing.oracle import Oracle
 
 PHOTOS = sorted(paths.PHOTOS.glob("*.jpg"))
+STOP = TransferPolicy(precopy="off")  # else it may end while blocks go ahead, on a busy machine
 SCHEMES = ("shm", "nixl", "nixl-push", "ucx", "auto")
 
 
@@ -47,16 +49,19 @@ def wanted() -> list[list[int]]:
 
 
 @pytest.mark.parametrize(
-    ("scheme", "placement", "depth"),
-    [*((scheme, "1E1P2D", 1) for scheme in SCHEMES), ("shm", "2EPD", 1), ("shm", "1E1P2D", 2)],
+    ("scheme", "placement", "named"),
+    [
+        *((scheme, "1E1P2D", {}) for scheme in SCHEMES),
+        *(("shm", placement, {"depth": depth}) for placement, depth in [("2EPD", 1), ("1E1P2D", 2)]),
+        *((scheme, "1E1P2D", {"transfers": TransferPolicy(precopy="on")}) for scheme in ("shm", "nixl", "ucx")),
+    ],
 )
-async def test_a_decode_that_moves_at_each_step_is_exact(scheme: str, placement: str, depth: int) -> None:
+async def test_a_decode_that_moves_at_each_step_is_exact(scheme: str, placement: str, named: dict[str, Any]) -> None:
     ready(scheme.partition("-")[0])
     settings: dict[str, Any] = {"dtype": "float32", "hosting": "process", "pools": {"image": 24, "kv": 512}}
     names = ("EPD0", "EPD1") if placement == "2EPD" else ("D0", "D1")
-    async with Pipeline(
-        checkpoint("llava"), placement, connector=scheme, depth=depth, **pipeline_options(settings)
-    ) as pipe:
+    settings |= {"transfers": STOP, **named}
+    async with Pipeline(checkpoint("llava"), placement, connector=scheme, **pipeline_options(settings)) as pipe:
         alone = await asyncio.gather(*map(pipe.complete, sampled(PHOTOS[:1])))
         streams = [pipe.stream(each) for each in (*greedy(), *sampled(PHOTOS[:1]))]
         found = await asyncio.gather(*(read_moving(each, names) for each in streams))
@@ -65,7 +70,8 @@ async def test_a_decode_that_moves_at_each_step_is_exact(scheme: str, placement:
     assert [output.token_ids for output in outputs[: len(wanted())]] == wanted()
     for output, left_alone in zip(outputs[len(wanted()) :], alone, strict=True):
         check_alike(output, left_alone)
-    assert all(moved >= 5 for _, moved in found), [moved for _, moved in found]
+    ways = [moved for _, moved in found]
+    assert min(ways) >= 5 if settings["transfers"] is STOP else max(ways) > 0, ways
     pulled = {record["scheme"] for output in outputs for record in output.transfers if record["outcome"] == "pulled"}
     assert pulled == {"shm" if scheme == "auto" else scheme}
 
@@ -76,6 +82,7 @@ async def test_a_decode_that_moves_at_each_step_is_exact(scheme: str, placement:
 async def test_each_architecture_moves_between_processes(architecture: str) -> None:
     images = () if architecture in TEXT_ONLY else PHOTOS[:1]
     settings: dict[str, Any] = {"dtype": "float32", "hosting": "process", "pools": {"image": 96, "kv": 512}}
+    settings["transfers"] = STOP
     placement = "1P2D" if architecture in TEXT_ONLY else "1E1P2D"
     plain = Request(
         f"{'<image> ' * len(images)}Go on.", images=images, max_tokens=32, sampling=Sampling(ignore_eos=True)

@@ -12,10 +12,12 @@ from support.scenarios import PLACEMENTS, pressed_cluster, random_cluster
 from trinity.core.failure_policy import FailurePolicy
 from trinity.core.frontend import Abort, Deliver
 from trinity.core.frontend_events import MoveEnd, MoveRequest
-from trinity.core.messages import FRONTEND, Open, Value
+from trinity.core.messages import FRONTEND, Offer, Open, Release, Send, Value
+from trinity.core.transfers import PrecopyMode
 from trinity.placement import Placement
 from trinity.testing.virtual import Durations, VirtualCluster, make_settings
 
+PRECOPY: tuple[PrecopyMode, ...] = ("on", "off", "auto")
 POLICY = FailurePolicy(recoveries=20, wait_s=10.0)
 TYPED = {
     "PoisonRequest",
@@ -77,10 +79,10 @@ def moving_cluster(seed: int, deaths: bool = True) -> VirtualCluster:
     else:
         cluster = (pressed_cluster if kind < 0.65 else random_cluster)(seed, placement)
         cluster.frontend.failures = POLICY
-    move_s = draw.choice([0.1, 0.5, 5.0])
+    move_s, precopy = draw.choice([0.1, 0.5, 5.0]), PRECOPY[seed % 3]
     for core in cluster.cores.values():
         own = core.state.settings
-        core.state.settings = replace(own, transfers=replace(own.transfers, move_s=move_s))
+        core.state.settings = replace(own, transfers=replace(own.transfers, move_s=move_s, precopy=precopy))
     for name in cluster.cores:
         if draw.random() < 0.15:
             cluster.freeze(name, draw.uniform(0.0, 2.0), draw.choice([0.1, 1.0, 20.0]))
@@ -166,8 +168,14 @@ def count(cluster: VirtualCluster, seen: Counter[str]) -> None:
     """Count how its moves ended, the deaths, and the requests that survived one."""
     seen["runs"] += 1
     seen["deaths"] += cluster.lives.kills
+    copies: set[str] = set()
     for _, _, each in cluster.commands:
-        if isinstance(each, MoveEnd):
+        said = each.message if isinstance(each, Send) else None
+        if isinstance(said, Offer) and said.copies:
+            copies.add(said.id)
+        elif isinstance(said, Release) and said.id in copies:
+            seen[f"copy {said.outcome}"] += 1
+        elif isinstance(each, MoveEnd):
             seen[each.failure.fields["reason"] if each.failure else "moved"] += 1
         elif isinstance(each, Open) and len(each.tokens) > 1 and not each.again:
             seen["with tokens"] += 1

@@ -102,7 +102,8 @@ class Offer(Value, frozen=True, kw_only=True):
 
     ``generation`` is the source's count of revocations: a block with a higher one is no longer part of this offer.
     ``epoch``: which life of the source it is. ``moves``: of a decode, which goes on at the source unless the target has
-    all of it (``Caught``).
+    all of it (``Caught``). ``copies``: ahead of a move, of blocks to be cached there, from which nothing goes on.
+    ``tokens``: outputs that such blocks hold.
     """
 
     id: str
@@ -114,6 +115,8 @@ class Offer(Value, frozen=True, kw_only=True):
     generation: int = 0
     epoch: int = 0
     moves: bool = False
+    copies: bool = False
+    tokens: tuple[int, ...] = ()
 
 
 class Ready(Value, frozen=True):

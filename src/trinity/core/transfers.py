@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple
 
 from trinity.errors.arguments import Positive, check_arguments
 
+PrecopyMode = Literal["auto", "on", "off"]
 KvMode = Literal["auto", "off", "layer", "grouped"]
 UNKNOWN_GROUPS = 4  # of layers, for a step whose costs nobody has measured yet
 WORTH_S = 5e-3  # of a prompt's transfer: a step that streams takes some 1 ms more for messages and sums
@@ -35,6 +36,8 @@ class TransferPolicy:
       3.3); "auto" is "grouped" for each prompt whose transfer would take 5 ms, by pulls measured so far, else "off".
     - ``move_s`` (seconds, 5): a decode that moves (``Stream.move``), and whose KV is not at its target by then, goes on
       where it is.
+    - ``precopy`` ("auto"): a decode that moves goes on until its full KV blocks are in its target's prefix cache, so
+      that it pauses for the rest alone; "auto" does so where their pull would take 10 ms, by pulls measured so far.
     - ``lease_s`` (seconds, 30): time for which blocks on their way stay leased to a silent peer before they are taken
       back and the request fails. Instances send heartbeats at least four times in it.
 
@@ -46,6 +49,7 @@ class TransferPolicy:
     kv: KvMode = "auto"
     store: bool = True
     move_s: Positive = 5.0
+    precopy: PrecopyMode = "auto"
     lease_s: Positive = 30.0
 
 

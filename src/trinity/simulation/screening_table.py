@@ -86,6 +86,7 @@ SCREENED_AS: Mapping[str, ScreeningRow] = {
         note="a Simulator makes off of auto",
     ),
     "TransferPolicy.store": ScreeningRow(note="features are looked for where there are reports: see Simulator.routing"),
+    "TransferPolicy.precopy": ScreeningRow(note="no decode moves in a simulation"),
     "TransferPolicy.move_s": ScreeningRow(note="no decode moves in a simulation"),
     "TransferPolicy.lease_s": ScreeningRow(note="leases do not end in a simulation"),
     "Simulator.routing": ScreeningRow(

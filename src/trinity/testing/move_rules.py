@@ -48,7 +48,8 @@ class MoveRules:
     """The source has no row of it while it is offered, and commits once, when its target has all and has said so.
 
     Until then the target speaks of it to nobody but its source, and has room for it or refuses. A refusal comes from
-    one that has not taken it over. No two cores decode one life of a request. Each ``MoveRequest`` has one ``MoveEnd``.
+    one that has not taken it over. Blocks that go ahead are leased, and nobody decodes from them. No two cores decode
+    one life of a request. Each ``MoveRequest`` has one ``MoveEnd``.
     """
 
     def __init__(self, cores: Mapping[str, InstanceCore], frontend: FrontendCore) -> None:
@@ -58,6 +59,7 @@ class MoveRules:
         self.away: set[tuple[str, str]] = set()  # instances and requests that are offered by them, or went from there
         self.moved: set[str] = set()  # requests that were ever offered so
         self.asked: Counter[str] = Counter()
+        self.copies: set[str] = set()  # offers ahead of moves
 
     def event(self, name: str, event: Value) -> None:
         if isinstance(event, MoveRequest):
@@ -83,7 +85,9 @@ class MoveRules:
             self.moves[command.offer].running.add(command.part)
         elif isinstance(command, Step):
             rows = {row.request for row in command.prefills} | set(command.decodes)
-            assert not rows & self.moves.keys(), f"{name}: {command} has a row of what is not its own yet"
+            assert not rows & (self.moves.keys() | self.copies), (
+                f"{name}: {command} has a row of what is not its own yet"
+            )
             gone = [row for row in rows if (name, row) in self.away]
             assert not gone, f"{name}: {command} has rows of {gone}, which are offered to another instance or gone"
 
@@ -104,10 +108,13 @@ class MoveRules:
             self._takes_over(name, message)
         elif isinstance(message, (Finished, Emit)):
             named = {message.request} if isinstance(message, Finished) else set(message.requests)
-            assert not named & self.moves.keys(), f"{name} says {message} of what is not its own yet"
+            assert not named & (self.moves.keys() | self.copies), f"{name} says {message} of what is not its own yet"
 
     def _offers(self, name: str, offer: Offer) -> None:
         request = offer.work.request
+        if offer.copies:
+            self.copies.add(offer.id)
+            return
         self.away.discard((name, request))
         if not offer.moves:
             return
@@ -157,9 +164,12 @@ class MoveRules:
             assert waits == moving, f"moves of {waits} have no answer, and the front end knows of {moving}"
             assert all(self.asked[request] == 1 for request in waits), f"several moves at once: {self.asked}"
             return
-        waiting = [request for request in self.cores[name].state.kv_offers if request in self.moves]
+        s = self.cores[name].state
+        left = [request for request, state in s.decoding.items() if state.copy and state.copy not in s.outgoing]
+        assert not left, f"{name}: {left} wait for a copy that is on its way to nobody"
+        waiting = [request for request in s.kv_offers if request in self.moves]
         assert not waiting, f"{name}: {waiting} wait for room here, and hold blocks elsewhere"
-        for request in self.cores[name].state.decoding.keys() & self.moved:
+        for request in s.decoding.keys() & self.moved:
             others = [each for each, core in self.cores.items() if each != name and _decodes(core, request)]
             assert not others, f"{request} decodes at {name}, and at {others}"
 

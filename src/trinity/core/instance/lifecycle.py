@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from trinity.core.instance.helpers import call_off_all, tell_end
 from trinity.core.instance.phases import Phase
-from trinity.core.instance.request_state import FEATURES_GONE, REFUSED, UNPULLED, RequestState
+from trinity.core.instance.request_state import COPIED, FEATURES_GONE, REFUSED, UNPULLED, RequestState
 from trinity.core.instance.state import State
 from trinity.core.messages import (
     ENCODED,
@@ -88,7 +88,7 @@ def _conclude(s: State, state: RequestState, now: float) -> None:
     ours = not state.uncommitted
     if state.incoming is not None and not state.incoming.released:
         failed, left = ("failed", "cancelled") if ours else (UNPULLED, REFUSED)
-        release(s, state, {"error": failed, FEATURES_GONE: FEATURES_GONE}.get(ending.reason, left))
+        release(s, state, {"error": failed, FEATURES_GONE: FEATURES_GONE, COPIED: "pulled"}.get(ending.reason, left))
     if ending.reason == FEATURES_GONE:
         _give_back(s, state)
     elif state.asker:

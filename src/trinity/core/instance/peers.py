@@ -8,7 +8,7 @@ from trinity.core.instance.loads import followers
 from trinity.core.instance.state import State, failure
 from trinity.core.messages import FRONTEND, Gone, PeerDown, PeerLoad, PeerSuspect, PeerUp
 from trinity.core.migration.leases import take_back
-from trinity.core.migration.moves import LOST, give_up
+from trinity.core.migration.moves import LOST, finish_copy, give_up
 from trinity.core.migration.remote_features import give_up_fetches, give_up_pulls
 
 
@@ -54,6 +54,8 @@ def handle_peer_lost(s: State, event: PeerDown, now: float) -> None:
     for lease in list(s.outgoing.values()):
         if lease.target == event.name:
             take_back(s, lease)
+            if lease.copies:
+                finish_copy(s, lease, now, LOST)
             waiting = s.requests.get(lease.request)
             if waiting is not None and waiting.outgoing == lease.id:
                 give_up(s, waiting, now, event.name, LOST)

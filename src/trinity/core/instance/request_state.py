@@ -15,6 +15,7 @@ from trinity.core.instance.phases import SPAN, Phase
 from trinity.core.messages import IMAGE, KV, Collect, Commit, Failure, Fetched, Finished, MediaSpan, Offer, Ready, Work
 from trinity.core.migration.pull_progress import Piece, PullProgress
 
+COPIED = "copied"  # end of what was offered to be cached alone
 REFUSED, UNPULLED = "refused", "unpulled"  # outcomes of an offer of a decode that stays where it is: no room, a failure
 FEATURES_GONE = "missing"  # outcome of an offer whose named holder no longer has the features
 
@@ -119,6 +120,7 @@ class RequestState:
     rows: tuple[Any, ...] = ()
     asker: str = ""
     target: str = ""  # instance that its decode moves to
+    copy: str = ""  # offer of its full blocks, ahead of that
 
     def __post_init__(self) -> None:
         self.attempt, self.max_tokens, self.stop_ids = self.work.attempt, self.work.max_tokens, self.work.stop_ids
@@ -307,6 +309,7 @@ class Lease:
     attempt: int = 0
     route: tuple[str, ...] = ()
     count: int = 0
+    copies: bool = False  # ahead of a move: its request decodes on meanwhile
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,9 @@ def reserve_kv(s: State, state: RequestState, now: float) -> bool:
         return False
     assert state.incoming is not None
     state.never_preempted = s.grows and not recomputable(s, state.work)
-    total = blocks_to_reserve(s, state, len(state.incoming.offer.parts[0].blocks))
+    offer = state.incoming.offer
+    text = len(offer.parts[0].blocks)
+    total = text if offer.copies else blocks_to_reserve(s, state, text)
     hits = s.kv.match(s.prefix_keys(state))
     if s.preempted or not s.kv.fits(total - len(hits) + decode_headroom(s), hits):
         return False

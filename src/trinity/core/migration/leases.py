@@ -14,7 +14,7 @@ from trinity.core.instance.phases import Phase
 from trinity.core.instance.request_state import FEATURES_GONE, REFUSED, UNPULLED, Lease, RequestState
 from trinity.core.instance.state import State, failure
 from trinity.core.messages import FRONTEND, Failure, Finished, Release, Withdraw
-from trinity.core.migration.moves import LATE, give_up
+from trinity.core.migration.moves import LATE, finish_copy, give_up
 from trinity.core.migration.remote_features import encode_after_all, forget_skipped, give_up_fetches
 from trinity.core.migration.source import drop_offer
 
@@ -29,6 +29,9 @@ def handle_release(s: State, event: Release, now: float) -> None:
     s.pull_cost = event.cost or s.pull_cost
     if event.outcome == FEATURES_GONE:
         encode_after_all(s, lease, now)
+        return
+    if lease.copies:
+        finish_copy(s, lease, now, event.outcome)
         return
     forget_skipped(s, lease)
     state = s.requests.get(lease.request)
@@ -80,7 +83,9 @@ def _expired(s: State, lease: Lease, now: float) -> None:
     why = _silent(s, lease.target, lease.target, s.settings.name, lease.kind)
     s.send(lease.target, Withdraw(lease.id, why))
     state = s.requests.get(lease.request)
-    if state is not None and moves:
+    if lease.copies:
+        finish_copy(s, lease, now, LATE)
+    elif state is not None and moves:
         give_up(s, state, now, lease.target, LATE)
     elif state is not None and state.outgoing == lease.id:
         drop_offer(state)

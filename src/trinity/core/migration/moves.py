@@ -12,17 +12,19 @@ from __future__ import annotations
 from trinity.core.block_pool import blocks_for
 from trinity.core.instance.lifecycle import end
 from trinity.core.instance.phases import Phase
-from trinity.core.instance.request_state import REFUSED, UNPULLED, RequestState
+from trinity.core.instance.request_state import REFUSED, UNPULLED, Lease, RequestState
 from trinity.core.instance.state import State, failure
 from trinity.core.messages import FRONTEND, KV, Caught, Failure, Move, NotMoved, Part, Withdraw
-from trinity.core.migration.source import announce, commit, drop_offer, lend_to
+from trinity.core.migration.source import announce, commit, drop_copy, drop_offer, lend_copy, lend_to
 
+WORTH_COPYING_S = 0.01  # of a pull that is worth to go ahead of a move
 LATE, LOST, STAYED = "late", "lost", "not decoding"
 TEXTS = {
     REFUSED: "has no room for the request just now",
     UNPULLED: "could not pull the request's blocks",
     LATE: "did not have the request's blocks in time (TransferPolicy.move_s)",
     LOST: "is not up",
+    STAYED: "does not get the request, which is recomputed",
 }
 
 
@@ -34,15 +36,42 @@ def handle_move(s: State, event: Move, now: float) -> None:
         return
     state = s.requests[event.request]
     state.target = event.to
-    s.move(state, Phase.MOVING, now)
+    full = (len(state.work.prompt) + len(state.tokens) - 1) // s.settings.kv_block_size
+    if is_worth_copying(s, full):
+        lend_copy(s, state, now, event.to, full)
+    else:
+        s.move(state, Phase.MOVING, now)
+
+
+def is_worth_copying(s: State, blocks: int) -> bool:
+    """True where so many full blocks move to the target's prefix cache ahead of the request (``TransferPolicy``)."""
+    mode, cost = s.settings.transfers.precopy, s.pull_cost
+    if mode == "off" or not blocks or not s.settings.prefix_cache:
+        return False
+    return mode == "on" or (cost is not None and cost[0] + cost[1] * s.settings.layers * blocks >= WORTH_COPYING_S)
+
+
+def finish_copy(s: State, lease: Lease, now: float, outcome: str) -> None:
+    """Begin the move that a copy went ahead of, if the request still decodes; else it stays."""
+    state = s.requests.get(lease.request)
+    if state is None or state.copy != lease.id:
+        return
+    drop_copy(state)
+    if state.ending is not None:
+        return
+    if state.phase is Phase.DECODING and outcome in ("pulled", "cached"):
+        s.move(state, Phase.MOVING, now)
+    else:
+        reason = outcome if state.phase is Phase.DECODING else STAYED
+        s.send(FRONTEND, NotMoved(state.work.request, state.attempt, _stays(s, lease.target, reason)))
 
 
 def _find_problem(s: State, event: Move) -> Failure | None:
     """Tell why the request cannot move; None where it can."""
     state, name = s.requests.get(event.request), s.settings.name
-    if state is None or state.attempt != event.attempt or state.phase is Phase.MOVING or state.ending is not None:
+    if state is None or state.attempt != event.attempt or state.ending is not None:
         return failure("MoveError", f"the request is not at {name} any more, or not yet", reason=STAYED)
-    if state.phase is not Phase.DECODING:
+    if state.phase is not Phase.DECODING or state.copy:
         return failure("MoveError", f"the request does not decode: it {state.phase.value}", reason=STAYED)
     return None if _is_up(s, state, event.to) else _stays(s, event.to, LOST)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from trinity.core.instance.helpers import take_answer
 from trinity.core.instance.lifecycle import end, hand_on, send_commit
 from trinity.core.instance.phases import Phase
@@ -100,9 +102,32 @@ def open_offer(s: State, state: RequestState, now: float, letter: str, kind: str
 
 def lend_to(s: State, state: RequestState, now: float, target: str, kind: str, parts: tuple[Part, ...]) -> None:
     """Lease the blocks to this instance, and offer it the request."""
+    moves = state.phase is Phase.MOVING
+    offer = _offer(s, state, target, kind, parts, moves=moves, tokens=tuple(state.tokens[:-1]) if moves else ())
+    s.lend(Lease(offer.id, state.work.request, target, kind, offer_blocks(offer), now, state.attempt, state.route))
+    state.outgoing = offer.id
+    s.send(target, offer)
+
+
+def lend_copy(s: State, state: RequestState, now: float, target: str, blocks: int) -> None:
+    """Lease its first full blocks to this instance, to be cached there. It decodes on."""
+    outputs = max(0, blocks * s.settings.kv_block_size - len(state.work.prompt))
+    told = {"moves": True, "copies": True, "tokens": tuple(state.tokens[:outputs])}
+    offer = _offer(s, state, target, KV, (Part(state.block_table[:blocks]),), **told)
+    s.lend(Lease(offer.id, state.work.request, target, KV, offer_blocks(offer), now, state.attempt, copies=True))
+    state.copy = offer.id
+    s.send(target, offer)
+    s.send(target, Ready(offer.id, (0,)))
+
+
+def offer_blocks(offer: Offer) -> tuple[int, ...]:
+    return tuple(block for part in offer.parts for block in part.blocks)
+
+
+def _offer(s: State, state: RequestState, target: str, kind: str, parts: tuple[Part, ...], **told: Any) -> Offer:
     s.offers += 1
     life = f".{s.settings.epoch}" if s.settings.epoch else ""
-    offer = Offer(
+    return Offer(
         id=f"{s.settings.name}{life}:{s.offers}",
         kind=kind,
         source=s.settings.name,
@@ -111,17 +136,18 @@ def lend_to(s: State, state: RequestState, now: float, target: str, kind: str, p
         route=state.route,
         generation=s.generation,
         epoch=s.settings.epoch,
-        moves=state.phase is Phase.MOVING,
+        **told,
     )
-    blocks = tuple(block for part in parts for block in part.blocks)
-    s.lend(Lease(offer.id, state.work.request, target, kind, blocks, now, state.work.attempt, state.route))
-    state.outgoing = offer.id
-    s.send(target, offer)
 
 
 def drop_offer(state: RequestState) -> None:
     """Note that its offer does not stand any more."""
     state.outgoing = None
+
+
+def drop_copy(state: RequestState) -> None:
+    """Note that no copy of its blocks is on its way any more."""
+    state.copy = ""
 
 
 def _nowhere(s: State, letter: str, work: Work) -> Failure:

@@ -14,13 +14,14 @@ from trinity.core.instance.company import find_company
 from trinity.core.instance.lifecycle import conclude_if_quiet, end, queue_prefill, release
 from trinity.core.instance.phases import Phase
 from trinity.core.instance.queues import Queue
-from trinity.core.instance.request_state import FEATURES_GONE, IncomingTransfer, RequestState
+from trinity.core.instance.request_state import COPIED, FEATURES_GONE, IncomingTransfer, RequestState
 from trinity.core.instance.state import State
 from trinity.core.messages import IMAGE, KV, Caught, Commit, Offer, Open, Pulled, Ready, Withdraw
 from trinity.core.migration.kv_target import (
     conclude_record,
     finish_piece,
     is_kv_here,
+    publish_kv,
     pull_pieces,
     queue_pieces,
     reserve_kv,
@@ -31,7 +32,8 @@ from trinity.core.migration.remote_features import ask_holder, finish_fetch, pul
 def handle_offer(s: State, event: Offer, now: float) -> None:
     """Take in an offered request (step 1). It waits for blocks here, first in first out among migrations."""
     work = replace(event.work, request=event.id) if event.moves else event.work
-    state = RequestState(work, now, route=(*event.route, s.settings.name), incoming=IncomingTransfer(event, now))
+    route, told = (*event.route, s.settings.name), list(event.tokens)
+    state = RequestState(work, now, route=route, incoming=IncomingTransfer(event, now), stored_tokens=told)
     s.take_in(state)
     s.set_deadline(state, work.deadline_s, now)
     s.renew_leases(event.source, now)
@@ -203,6 +205,10 @@ def _complete(s: State, state: RequestState, now: float) -> None:
     """All parts are here and committed: release the source and go on to the next stage."""
     incoming = state.incoming
     if not _all_here(s, state) or incoming is None:
+        return
+    if incoming.offer.copies:
+        publish_kv(s, state, len(incoming.offer.parts[0].blocks) * s.settings.kv_block_size)
+        end(s, state, now, COPIED)
         return
     if state.uncommitted:
         if not incoming.caught:
