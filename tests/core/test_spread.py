@@ -66,6 +66,31 @@ def test_speeds_that_nobody_knows_are_those_that_are_known() -> None:
     assert dealt(router("E0 E1 P0 D0"), four()) == "- E1 - E1", "nor where nothing is known of any"
 
 
+def test_an_encoder_that_has_not_reported_is_as_fast_as_the_others() -> None:
+    known = router("E0 E1 P0 D0")
+    known.take(load("E0", 0.0, 0.5))
+    assert dealt(known, four()) == "- E1 - E1"
+
+
+@pytest.mark.parametrize(
+    ("waits", "helpers"),
+    [((0.0, 5.5), ""), ((0.0, 3.0), "- - E1 -"), ((20.0, 10.0), ""), ((20.0, 5.0), "E1 E1 E1 E1")],
+    ids=["gains 6 %", "gains a quarter", "busy for longer than eight seconds", "all of it"],
+)
+def test_seconds_are_those_of_the_tokens(waits: tuple[float, float], helpers: str) -> None:
+    """An image takes two seconds, all of them eight."""
+    known = router("E0 E1 P0 D0")
+    for name, seconds in zip(("E0", "E1"), waits, strict=True):
+        known.take(load(name, seconds, 0.5))
+    assert dealt(known, four()) == helpers
+
+
+def test_two_images_are_dealt_and_one_stays_where_it_was_sent() -> None:
+    known = busy(router("E0 E1 P0 D0"), E0=0, E1=0)
+    assert deal_items(known, work("r", "cat*4", "dog*4", 1), "E0", 2) == ("", "E1")
+    assert deal_items(busy(known, E0=4, E1=0), work("s", "cat*4", 1), "E0", 2) == ()
+
+
 def test_a_slow_encoder_gets_less() -> None:
     known = router("E0 E1 P0 D0")
     known.take(load("E0", 0.0, 1.0))

@@ -30,7 +30,7 @@ def send_spread(router: Router, first: str, sent: Submit, most: int) -> list[Sen
 def _help(work: Work, item: int, inputs: Sequence[Any], asker: str) -> Submit:
     """The item as a request of its own, which ends with its features in the encoder cache."""
     name, media = name_help(work.request, work.attempt, item), (work.media[item],)
-    alone = replace(work, request=name, media=media, prompt=(), max_tokens=1, outputs=0, encode_only=True)
+    alone = replace(work, request=name, media=media, prompt=(), encode_only=True)
     return Submit(alone, tuple(inputs[item : item + 1]), asker=asker)
 
 
@@ -63,7 +63,7 @@ def _find_idle(router: Router, work: Work, first: str, tokens: int) -> list[tupl
     waits[0] = max(0.0, waits[0] - _counted(work) * (known[0] or UNKNOWN_UNIT_S))  # which counts this request already
     alone = waits[0] + tokens * units[0]
     free = [each for each in zip(waits[1:], units[1:], names[1:], strict=True) if each[0] < alone - waits[0]]
-    return [(waits[0], units[0], first), *sorted(free, key=lambda each: each[0])]
+    return [(waits[0], units[0], first), *sorted(free)]
 
 
 def _counted(work: Work) -> int:
@@ -81,5 +81,5 @@ def _deal(new: dict[str, MediaSpan], encoders: list[tuple[float, float, str]], f
         through[name] += span.tokens * units[name]
         if name != first:
             chosen[content] = name
-    used = max((through[name] for name in {first, *chosen.values()}), default=0.0)
+    used = max(through[name] for name in {first, *chosen.values()})
     return chosen if used <= (1 - LEAST_GAIN) * alone else {}

@@ -72,6 +72,21 @@ def test_what_a_helper_has_is_offered_from_there() -> None:
     ended(core, "E0:1")
 
 
+def test_what_is_found_while_the_rest_is_encoded_waits_for_it() -> None:
+    core = asker()
+    table(core, [(asked(), ["step 1 joint: encode r.0 into 0"]), (said("ready"), [])])
+    slot = core.state.requests["r"].media[1]
+    assert (slot.helper, slot.holder, slot.blocks) == ("", "E1", ())
+    assert core.state.image.held == 1
+
+
+def test_nothing_is_recalled_while_another_request_has_an_image_of_it_in_a_step() -> None:
+    core = asker(rules=BatchRules(token_budget=64, image_budget=64))
+    core.handle(Submit(work("s", "cat*4")), 0.0)
+    assert sent(core.handle(asked(), 0.0), Cancel) == []
+    assert sent(core.handle(done(1), 1.0), Cancel) == [Cancel("r~0+1", "E0")]
+
+
 def test_its_part_names_the_helper() -> None:
     core = asker()
     core.handle(asked(), 0.0)
@@ -181,6 +196,7 @@ def test_answers_of_other_lives_and_items_are_not_taken() -> None:
         said("ready", request="s"),
         said("ready", item=0),
         said("ready", item=7),
+        said("ready", item=2),
         said("ready", helper="E2"),
         Helped(name_help("r", 1, 1), "E1", "ready"),
     ):
@@ -281,6 +297,12 @@ def test_a_helper_says_when_it_begins_and_when_its_cache_has_the_features() -> N
     table(core, rows)
     emptied(core)
     assert core.state.cached_media(core.state.slots(work("x", "cat*4"))[0].keys)
+
+
+def test_its_answers_say_who_it_is_and_in_which_life() -> None:
+    core = helper(epoch=2)
+    answers = sent(core.handle(item(), 0.0), Helped) + sent(core.handle(done(1), 1.0), Helped)
+    assert answers == [Helped("r~0+1", "E1", "begun", 2), Helped("r~0+1", "E1", "ready", 2)]
 
 
 def test_what_it_has_cached_is_ready_at_once() -> None:
