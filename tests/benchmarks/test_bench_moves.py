@@ -46,7 +46,7 @@ def test_a_row_says_all_of_it() -> None:
 
 @pytest.mark.parametrize(("beside_s", "met"), [(0.009, True), (0.011, False)])
 def test_the_aim_is_for_what_is_no_pull(beside_s: float, met: bool) -> None:
-    result = moves.result({("processes", "shm", 1024): moved(beside_s)}, ["ucx: not here"])
+    result = moves.result({("processes", "shm", 1024): moved(beside_s)}, ["ucx: not here"], {})
     assert [aim.met for aim in result.aims] == [met]
     assert "ucx: not here" in result.notes
 
@@ -54,13 +54,24 @@ def test_the_aim_is_for_what_is_no_pull(beside_s: float, met: bool) -> None:
 def test_other_transports_stand_beside_it_and_a_busy_machine_is_told() -> None:
     loud = moved()
     loud.foreign = 0.9
-    result = moves.result({("processes", "nixl", 1024): loud}, [])
+    result = moves.result({("processes", "nixl", 1024): loud}, [], {})
     assert result.aims == []
     assert "processes nixl 1024" in result.notes[0]
 
 
+@pytest.mark.parametrize(("pause_s", "met"), [(0.016, True), (0.018, False)])
+def test_full_blocks_ahead_are_compared_with_stop_and_copy(pause_s: float, met: bool) -> None:
+    key = ("processes", "nixl", 1024)
+    result = moves.result({key: moved()}, [], {key: moves.Ahead([pause_s] * 3, [0.2] * 3)})
+    assert [aim.met for aim in result.aims] == [met]
+    (row,) = result.tables[1].rows
+    assert row[3:] == ["3", f"{pause_s * 1e3:.1f}", f"{pause_s * 1e3:.1f}", "34.0", f"{pause_s / 0.034:.0%}", "200.0"]
+    assert len(row) == len(moves.AHEAD_HEADER)
+
+
 def test_it_runs() -> None:
     result = moves.run(Setting(quick=True, checkpoint=checkpoint))
+    assert len(result.tables[1].rows) >= 1, "both, unless a request ends before its move"
     assert [row[:3] for row in result.tables[0].rows] == [["threads", "inproc", "64"], ["processes", "shm", "64"]]
     assert all(int(row[4]) >= 1 for row in result.tables[0].rows)
     assert set(result.values) == {"threads inproc 64", "processes shm 64"}

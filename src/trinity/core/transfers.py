@@ -36,8 +36,8 @@ class TransferPolicy:
       3.3); "auto" is "grouped" for each prompt whose transfer would take 5 ms, by pulls measured so far, else "off".
     - ``move_s`` (seconds, 5): a decode that moves (``Stream.move``), and whose KV is not at its target by then, goes on
       where it is.
-    - ``precopy`` ("auto"): a decode that moves goes on until its full KV blocks are in its target's prefix cache, so
-      that it pauses for the rest alone; "auto" does so where their pull would take 10 ms, by pulls measured so far.
+    - ``precopy`` ("off"): with "on" a decode that moves goes on until its full KV blocks are in its target's prefix
+      cache, so that it pauses for the rest alone; "auto" is "on" where their pull would take 10 ms, by pulls so far.
     - ``lease_s`` (seconds, 30): time for which blocks on their way stay leased to a silent peer before they are taken
       back and the request fails. Instances send heartbeats at least four times in it.
 
@@ -49,7 +49,7 @@ class TransferPolicy:
     kv: KvMode = "auto"
     store: bool = True
     move_s: Positive = 5.0
-    precopy: PrecopyMode = "auto"
+    precopy: PrecopyMode = "off"
     lease_s: Positive = 30.0
 
 

@@ -124,9 +124,9 @@ def test_a_second_move_is_refused_while_a_copy_is_on_its_way() -> None:
         ({}, None, True),
         ({"prefix_cache": False}, None, False),
         ({"transfers": TransferPolicy(precopy="off")}, PullCost(9.0, 9.0), False),
-        ({"transfers": TransferPolicy()}, None, False),
-        ({"transfers": TransferPolicy()}, PullCost(0.001, 0.004), False),
-        ({"transfers": TransferPolicy()}, PullCost(0.002, 0.004), True),
+        ({"transfers": TransferPolicy(precopy="auto")}, None, False),
+        ({"transfers": TransferPolicy(precopy="auto")}, PullCost(0.001, 0.004), False),
+        ({"transfers": TransferPolicy(precopy="auto")}, PullCost(0.002, 0.004), True),
     ],
 )
 def test_a_copy_goes_ahead_where_it_is_asked_for_or_its_pull_is_long(settings: Any, cost: Any, worth: bool) -> None:
