@@ -80,6 +80,7 @@ def count(seeds: range, make: Callable[[int], Poison]) -> Counter[str]:
     return seen
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("policy", [DEFAULT, EARLY], ids=["after two", "after one"])
 def test_poison_is_refused_and_every_other_request_is_whole(policy: FailurePolicy) -> None:
     seen = count(range(400), lambda seed: calm_cluster(seed, policy))
@@ -100,22 +101,23 @@ def test_poison_under_each_placement(placement: str) -> None:
 def test_the_last_death_is_its_own() -> None:
     """Nothing else was on the instance, nor on its way there."""
     company = Counter[int]()
-    for seed in range(200):
+    for seed in range(100):
         poison = calm_cluster(seed, DEFAULT)
         poison.cluster.run(300_000)
         for name, deaths in poison.deaths.items():
             if is_poison(poison.cluster.outcomes[name].end) and deaths:
                 company[deaths[-1][1]] += 1
     assert set(company) == {0}
-    assert company[0] > 200
+    assert company[0] > 100
 
 
+@pytest.mark.timeout(900)
 def test_beside_deaths_from_outside_next_to_nobody_else_is_blamed() -> None:
     """Faults, freezes and leases come too."""
-    seen = count(range(250), lambda seed: poisoned_cluster(seed, PATIENT))
+    seen = count(range(120), lambda seed: poisoned_cluster(seed, PATIENT))
     known = {*TYPED, "length", "stop", "cancelled", "PoisonRequest"}
     assert {kind.split()[1] for kind in seen if kind != "late"} <= known
-    assert seen["poison PoisonRequest"] > 100
+    assert seen["poison PoisonRequest"] > 50
     assert seen["other PoisonRequest"] <= 3, "died with twice in company, and then struck from outside alone"
     assert seen["late"] <= 5
 
@@ -185,6 +187,7 @@ def unheard(monkeypatch: pytest.MonkeyPatch) -> None:
 RULES = [together, assumed, unforgiven, unlifted, convicted, unheard]
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("broken", RULES)
 def test_a_rule_of_isolation_that_is_not_kept_is_noticed(
     broken: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch

@@ -155,6 +155,7 @@ def watched(seed: int, limit: int = 1_000_000) -> tuple[int, int]:
     return check.held, sum(bool(each.end and each.end.former) for each in cluster.outcomes.values())
 
 
+@pytest.mark.timeout(900)
 def test_turns_are_kept_and_every_request_ends() -> None:
     found = [watched(seed) for seed in range(400_000, 400_200)]
     assert sum(held > 0 for held, _ in found) > 40, "in which some waited for their turn"
@@ -228,6 +229,7 @@ def youngest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Turns, "take", lambda self, name, age, most: take(self, name, -age, most))
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("broken", [unbounded, kept, unawakened, overtaking, youngest])
 def test_a_rule_of_turns_that_is_not_kept_is_noticed(
     broken: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
