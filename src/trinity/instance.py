@@ -10,7 +10,7 @@ from typing import Any
 from trinity.core.instance.settings import Reservation, check_depth, check_limits, check_reservation
 from trinity.core.messages import FRONTEND
 from trinity.core.scheduler import BatchRules
-from trinity.errors import ConfigError
+from trinity.errors import ConfigError, PlacementError
 from trinity.errors.arguments import DeviceName, check_arguments
 from trinity.placement import Group, Placement
 from trinity.stages.attention.backends import AUTO, check_name
@@ -38,6 +38,7 @@ class Instance:
     - ``image_cache`` (True): keep image features for requests with the same image (an encoder cache).
     - ``reservation`` ("full"): KV blocks for prompt and ``max_tokens`` at once. "optimistic" adds blocks as a request
       decodes; where there are none, the youngest request is preempted and recomputed.
+    - ``may`` (None): the roles that it may ever switch to, such as "PD"; None: any.
     - ``address`` (None): "tcp:host:port" or "unix:/path" of an instance that runs already, started there by
       ``trinity instance --listen ADDRESS``; for ``hosting="process"``.
     - ``attention`` ("auto"): a backend by name: "native" (CPUs), "torch", and others by device, see
@@ -73,9 +74,11 @@ class Instance:
     pack: bool | None = None
     token_budget: int | None = None
     image_budget: int | None = None
+    may: str | None = None
 
     def __post_init__(self) -> None:
         self.roles = Group.parse(self.roles).roles
+        self.may = check_capability(self.may, self.roles)
         check_name(self.attention)
         check_reservation(self.reservation)
         check_limits(self.token_budget, self.image_budget, self.rules is not None)
@@ -95,6 +98,16 @@ class Instance:
     @property
     def group(self) -> Group:
         return Group(1, self.roles)
+
+
+def check_capability(may: str | None, roles: str) -> str | None:
+    """Return the roles that an instance may ever have, in the order E, P, D. Raises ``ConfigError``."""
+    if may is None:
+        return None
+    letters = Group.parse(may).roles
+    if not set(roles) <= set(letters):
+        raise PlacementError(f"may={may!r} must have the roles {roles} that the instance begins with")
+    return letters
 
 
 def check_core_numbers(cores: Sequence[int], lanes: int, threads: int) -> tuple[int, ...]:

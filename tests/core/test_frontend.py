@@ -52,7 +52,7 @@ def test_media_go_to_an_encode_instance_and_text_past_it() -> None:
 def test_the_submit_is_passed_on_with_its_inputs() -> None:
     core = make_frontend()
     submit = Submit(work("r", "cat", 1), ("pixels",))
-    numbered = replace(submit, work=replace(submit.work, number=1))
+    numbered = replace(submit, work=replace(submit.work, number=1), target_epoch=0)
     assert sent(core.handle(submit, 0.0), Submit) == [numbered]
 
 

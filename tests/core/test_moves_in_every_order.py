@@ -13,10 +13,8 @@ from trinity.core.failure_policy import FailurePolicy
 from trinity.core.frontend import Abort
 from trinity.core.frontend_events import MoveRequest
 from trinity.core.frontend_request import FrontendRequest
-from trinity.core.instance import instance_core
 from trinity.core.instance.state import State
-from trinity.core.messages import Caught, Moved, Submit, Value
-from trinity.core.migration import moves
+from trinity.core.messages import Moved, Submit, Value
 from trinity.core.scheduler import BatchRules
 from trinity.core.transfers import PrecopyMode, TransferPolicy
 from trinity.testing.virtual import make_settings
@@ -112,19 +110,9 @@ def without_senders(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(frontend, "note_moved", noted)
 
 
-def without_an_answer(patch: pytest.MonkeyPatch) -> None:
-    """A target that has an offer which was given up with its former life is not told."""
-
-    def caught(s: State, event: Caught, now: float) -> None:
-        if event.id in s.outgoing:
-            moves.handle_caught(s, event, now)
-
-    patch.setattr(instance_core, "_HANDLERS", instance_core._HANDLERS | {Caught: caught})
-
-
 @pytest.mark.parametrize(
     ("broken", "victim", "back"),
-    [(without_a_tombstone, "D1", False), (without_senders, "D0", False), (without_an_answer, "D1", True)],
+    [(without_a_tombstone, "D1", False), (without_senders, "D0", False)],
 )
 def test_a_rule_that_is_not_kept_is_missed(
     broken: Callable[[pytest.MonkeyPatch], None], victim: str, back: bool, monkeypatch: pytest.MonkeyPatch

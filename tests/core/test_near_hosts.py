@@ -72,7 +72,7 @@ def test_a_loss_moves_the_share_and_a_return_moves_it_back() -> None:
     assert set(ask(router, "D", 5)) == {"D1"}
     router.add(up("D0", "a"))
     assert set(ask(router, "D", 5)) == {"D0"}
-    router.suspect(PeerSuspect("D0", 0, True))
+    router.avoid(PeerSuspect("D0", 0, True))
     assert set(ask(router, "D", 5)) == {"D1"}
 
 

@@ -22,25 +22,25 @@ def chosen(made: Router, times: int = 6) -> set[str | None]:
 
 def test_one_that_is_silent_is_passed_until_it_speaks() -> None:
     made = router("D0", "D1")
-    made.suspect(PeerSuspect("D0", 0, True))
+    made.avoid(PeerSuspect("D0", 0, True))
     assert chosen(made) == {"D1"}
-    made.suspect(PeerSuspect("D0", 0, False))
+    made.avoid(PeerSuspect("D0", 0, False))
     assert chosen(made) == {"D0", "D1"}
 
 
 def test_where_all_are_silent_one_of_them_may_only_be_slow() -> None:
     made = router("D0", "D1")
     for name in ("D0", "D1"):
-        made.suspect(PeerSuspect(name, 0, True))
+        made.avoid(PeerSuspect(name, 0, True))
     assert chosen(made) == {"D0", "D1"}
 
 
 def test_of_a_former_life_or_of_nobody_nothing_is_heard() -> None:
     made = router("D0", "D1")
-    made.suspect(PeerSuspect("D0", 3, True))
-    made.suspect(PeerSuspect("D7", 0, True))
+    made.avoid(PeerSuspect("D0", 3, True))
+    made.avoid(PeerSuspect("D7", 0, True))
     assert chosen(made) == {"D0", "D1"}
-    made.suspect(PeerSuspect("D0", 0, True))
+    made.avoid(PeerSuspect("D0", 0, True))
     made.drop("D0")
     made.add(PeerUp("D0", "D", 1, {"kv": 99}, 4, 4))
     assert chosen(made) == {"D0", "D1"}
@@ -49,7 +49,7 @@ def test_of_a_former_life_or_of_nobody_nothing_is_heard() -> None:
 def test_a_silent_one_that_alone_has_the_room_is_taken() -> None:
     made = router("D0")
     made.add(PeerUp("D1", "D", 0, {"kv": 0}, 4, 4))
-    made.suspect(PeerSuspect("D0", 0, True))
+    made.avoid(PeerSuspect("D0", 0, True))
     assert chosen(made) == {"D0"}
 
 
@@ -57,7 +57,7 @@ def test_what_it_has_cached_leads_nobody_to_it() -> None:
     made = Router(PrefixHits())
     for name in ("P0", "P1"):
         made.add(peer_up(name))
-    made.suspect(PeerSuspect("P0", 0, True))
+    made.avoid(PeerSuspect("P0", 0, True))
     assert {made.enter(work("r", 1)) for _ in range(4)} == {"P1"}
 
 

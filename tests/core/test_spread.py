@@ -122,7 +122,7 @@ def test_one_that_prefills_too_has_no_helpers() -> None:
 
 def test_one_that_is_silent_does_not_help() -> None:
     known = busy(router("E0 E1 E2 P0 D0"), E0=0, E1=0, E2=0)
-    known.suspect(PeerSuspect("E1", 0, suspected=True))
+    known.avoid(PeerSuspect("E1", 0, suspected=True))
     assert dealt(known, four()) == "- E2 - E2"
 
 

@@ -90,5 +90,5 @@ async def test_a_fence_kills_before_it_waits_for_the_launch(monkeypatch: pytest.
         freeze(client.process)  # else it ends by itself, once its channel is cut
         supervisor._launches[life] = asyncio.ensure_future(stubborn())
         await asyncio.sleep(0.05)
-        supervisor._handle(Lost(*life, "for this test"))
+        supervisor.handle(Lost(*life, "for this test"))
         await serves(pipe)

@@ -316,7 +316,7 @@ async def listened(monkeypatch: pytest.MonkeyPatch, heard: list[float], wakes: l
     processes._lives = cast(Any, {("E0", 0): client})
     monkeypatch.setattr(trinity.remote.instance_processes, "asyncio", SimpleNamespace(sleep=sleep))
     monkeypatch.setattr(trinity.remote.instance_processes, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    monkeypatch.setattr(processes, "_handle", lambda quiet: told.append(quiet.seconds))
+    monkeypatch.setattr(processes, "handle", lambda quiet: told.append(quiet.seconds))
     with pytest.raises(RuntimeError):  # the wakes have run out
         await processes._watch_silence()
     monkeypatch.undo()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 from support.scenarios import pressed_cluster, random_cluster
@@ -30,4 +31,30 @@ def deadly_cluster(
     for _ in range(draw.choice([1, 1, 1, 2, 3, 6]) if kills else 0):
         back = draw.choice([0.05, 0.5, 2.0, None])
         cluster.kill(draw.choice(names), draw.uniform(0.0, draw.choice([0.5, 3.0])), back)
+    return cluster
+
+
+def switching_cluster(seed: int, failures: FailurePolicy = NO_RECOVERY, deaths: bool = True) -> VirtualCluster:
+    """A loaded cluster whose instances switch roles one to four times in all, mostly beside deaths; not run yet.
+
+    Each stage that the cluster has is had by some instance whenever all are up; a switch may leave it without one for
+    its time.
+    """
+    draw = Random(seed + 5_000_000_011)
+    cluster = deadly_cluster(seed, failures=failures) if deaths and draw.random() < 0.7 else random_cluster(seed)
+    cluster.frontend.failures = failures
+    own = {name: core.settings for name, core in cluster.cores.items()}
+    letters = sorted({letter for settings in own.values() for letter in settings.roles}, key="EPD".index)
+    pools = {kind: max(each.pools.get(kind, 0) for each in own.values()) for kind in ("image", "kv")}
+    at = 0.0
+    for _ in range(draw.choice([1, 1, 2, 4])):
+        name = draw.choice(list(own))
+        others = {letter for other, settings in own.items() if other != name for letter in settings.roles}
+        needed = [letter for letter in letters if letter not in others]
+        more = [letter for letter in letters if letter in needed or draw.random() < 0.5] or [draw.choice(letters)]
+        roles = "".join(more)
+        kinds = {"image": set(roles) & {"E", "P"}, "kv": set(roles) & {"P", "D"}}
+        own[name] = replace(own[name], roles=roles, pools={kind: pools[kind] for kind in pools if kinds[kind]})
+        at += draw.uniform(0.0, 1.5)
+        cluster.switch(name, at, own[name], drain_s=draw.choice([0.0, 0.3, 2.0]), change_s=draw.choice([0.05, 0.5]))
     return cluster

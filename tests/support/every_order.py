@@ -55,8 +55,8 @@ class Whole(NamedTuple):
 class Search:
     """All states of ``settings`` serving ``asked``, with the death of ``victim`` ("" for none) and its return.
 
-    ``failures`` and ``spread``: of the front end. There is no clock, so that nothing may wait for a time in it
-    (``wait_s=0``).
+    ``becomes``: settings of the next life, where its end is planned. ``failures`` and ``spread``: of the front end.
+    There is no clock, so that nothing may wait for a time in it (``wait_s=0``).
     """
 
     def __init__(
@@ -67,6 +67,7 @@ class Search:
         back: bool = False,
         failures: FailurePolicy = NO_RECOVERY,
         spread: int = 1,
+        becomes: Settings | None = None,
     ) -> None:
         self.names = (FRONTEND, *(each.name for each in settings))
         self.asked, self.back = asked, back
@@ -79,10 +80,10 @@ class Search:
             peers = [each for each in settings if each is not own]
             self.lives[place, 0] = self._states(partial(Instance, own, peers))
         if victim:
-            again = replace(next(each for each in settings if each.name == victim), epoch=1)
+            again = replace(becomes or next(each for each in settings if each.name == victim), epoch=1)
             self.lives[self.victim, 1] = self._states(partial(Instance, again, ()))
             self._return = self._number(InstanceCore(again).announcement())
-            self._death = self._number(PeerDown(victim))
+            self._death = self._number(PeerDown(victim, planned=becomes is not None))
         self.ends: Counter[tuple[tuple[str, str], ...]] = Counter()
         self.moves = 0
 

@@ -23,6 +23,7 @@ from trinity.remote.supervisor_messages import (
     Launch,
     LauncherGone,
     LauncherStuck,
+    Leaving,
     Linked,
     Loaded,
     Lost,
@@ -201,7 +202,7 @@ class World:
         elif isinstance(command, Down):
             assert self.up.pop(command.name, command.epoch) == command.epoch
         else:
-            assert isinstance(command, Suspect)
+            assert isinstance(command, (Suspect, Leaving))
 
     # ------------------------------------------------------------ faults
 

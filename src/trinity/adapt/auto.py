@@ -154,6 +154,14 @@ def _known_shape(model: Path | EmulatedModel) -> ModelShape:
     return MODELS[known]
 
 
+def name_shape(model: Path | EmulatedModel) -> str | None:
+    """Name of a model's shape, as plans have it; None where that is not known."""
+    try:
+        return _known_shape(model).name
+    except ConfigError:
+        return None
+
+
 def _device(cost: CostModel) -> Device:
     """Device of a roofline; for measured costs any device, since its figures are not used."""
     return cost.device if isinstance(cost, Roofline) else DEVICES["cpu"]

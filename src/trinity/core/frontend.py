@@ -22,7 +22,7 @@ from trinity.core.frontend_events import Abort as Abort
 from trinity.core.frontend_events import Deliver as Deliver
 from trinity.core.frontend_events import End as End
 from trinity.core.frontend_events import MoveRequest, Prepared
-from trinity.core.frontend_losses import end_of_loss, find_death, find_loss, refuse_poison, whom_to_cancel
+from trinity.core.frontend_losses import end_of_loss, find_death, find_loss, is_planned, refuse_poison, whom_to_cancel
 from trinity.core.frontend_moves import begin_move, drop_move, note_moved, refuse_move
 from trinity.core.frontend_request import (
     FrontendRequest,
@@ -56,6 +56,7 @@ from trinity.core.messages import (
     Value,
     Work,
 )
+from trinity.core.peer_exit import PeerLeaving
 from trinity.core.routing import RoutingPolicy
 
 MAX_WAITING_BYTES = 4 << 30
@@ -96,7 +97,8 @@ class FrontendCore(FrontendStarts):
             PeerDown: self._lost,
             PeerEmpty: self._emptied,
             PeerLoad: lambda event, now: self.router.take(event),
-            PeerSuspect: lambda event, now: self.router.suspect(event),
+            PeerSuspect: lambda event, now: self.router.avoid(event),
+            PeerLeaving: lambda event, now: self.router.avoid(event),
         }
 
     def handle(self, event: Value, now: float) -> list[Value]:
@@ -214,9 +216,9 @@ class FrontendCore(FrontendStarts):
     def _lost(self, event: PeerDown, now: float) -> None:
         """Fail the requests on a lost instance, or send them on; the other instances drop what they hold of these."""
         self.losses[event.name] = event.why
-        lost = self.router.drop(event.name)
+        lost = self.router.drop(event.name, event.planned)
         for request, entry in list(self.entries.items()):
-            if lost is not None:
+            if lost is not None and not event.planned:
                 entry.note_late_death(Life(lost.name, lost.epoch), lost.roles, now)
             self._check_lives(entry, now)
             if request in self.entries and entry.aborted and event.name in entry.route:
@@ -292,7 +294,7 @@ class FrontendCore(FrontendStarts):
         elif entry.said:
             return replace(finished, reason=entry.said, failure=None, count=entry.delivered)
         else:
-            pause_s = entry.count_loss(finished, waits=self.failures.wait_s != 0)
+            pause_s = entry.count_loss(finished, self.failures.wait_s != 0, is_planned(entry.lost, self.router))
             verdict = self._count_death(entry, finished, now)
             if verdict is not None:
                 return replace(finished, failure=verdict)

@@ -13,6 +13,11 @@ def lives_on(router: Router, life: Life) -> bool:
     return peer is not None and peer.epoch == life.epoch
 
 
+def is_planned(lost: Life | None, router: Router) -> bool:
+    """True for a life that was ended so that its instance begins anew with other roles."""
+    return lost is not None and router.replaced.get(lost.name) == lost.epoch
+
+
 def find_loss(entry: FrontendRequest, router: Router) -> Life | None:
     """The lost instance that a request is at, or that alone has tokens of it; None where it is not lost.
 
@@ -51,7 +56,7 @@ def find_death(entry: FrontendRequest, finished: Finished, router: Router) -> De
     if life is None and why is not None and why.fields.get("cause") == "PeerLost":
         places = [hop for hop in sorted(entry.hops) if entry.hops[hop].name == why.fields.get("source")]
         life = entry.hops[places[-1]] if places else None
-    if life is None:
+    if life is None or is_planned(life, router):
         return None
     peer = router.lost.get(life.name) or router.peers.get(life.name)
     return Death(life, peer.roles if peer is not None else "", entry.delivered, False)

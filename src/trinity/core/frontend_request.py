@@ -183,16 +183,16 @@ class FrontendRequest:
             return Failure("DeadlineExceeded", f"the deadline passed after {self.delivered} tokens")
         return self.finished.failure if self.finished is not None and reason == "error" else None
 
-    def count_loss(self, finished: Finished, waits: bool) -> float | None:
+    def count_loss(self, finished: Finished, waits: bool, planned: bool) -> float | None:
         """Count the loss of this life. Returns seconds until the next one may begin; None for at once.
 
-        Where an instance knew of none with the next stage though one is up, it has not heard of that yet: it ``waits``,
-        for the two would send it to and fro in no time. That does not count.
+        A ``planned`` one does not count. Where an instance knew of none with the next stage though one is up, it has
+        not heard of that yet: it ``waits``, for the two would send it to and fro in no time. Nor does that count.
         """
         if waits and finished.failure is not None and finished.failure.fields.get("cause") == NOWHERE:
             self.pauses += 1
             return min(MOST_PAUSE_S, PAUSE_S * 2.0 ** min(self.pauses - 1, 10))
-        self.recoveries, self.pauses, self.waited_s = self.recoveries + 1, 0, 0.0
+        self.recoveries, self.pauses, self.waited_s = self.recoveries + (not planned), 0, 0.0
         return None
 
     def next_attempt(self, now: float, name: str) -> None:

@@ -127,9 +127,10 @@ class FrontendStarts(ABC):
         except BadChoice as choice:
             return Failure("StageError", str(choice))
         assert first is not None
-        sent = Submit(entry.work, entry.inputs, tokens=tuple(entry.tokens))
+        life = Life(first, self.router.peers[first].epoch)
+        sent = Submit(entry.work, entry.inputs, tokens=tuple(entry.tokens), target_epoch=life.epoch)
         self._out += send_spread(self.router, first, sent, 1 if entry.work.alone else self.spread)
-        entry.enter(Life(first, self.router.peers[first].epoch), now)
+        entry.enter(life, now)
         entry.inputs = () if entry.dropped else entry.inputs
         return None
 

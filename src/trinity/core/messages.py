@@ -46,6 +46,7 @@ class Submit(Value, frozen=True):
     visited. ``tokens``: its outputs so far, if it was preempted where it cannot be recomputed. ``input_bytes``: of its
     inputs, for the front end, which bounds what waits. ``helpers[i]``: instance that was asked to encode media item i,
     "" for none. ``asker``: this is such an item, for a request that is at that instance; it hears ``Helped`` of it.
+    ``target_epoch``: as an Offer has it.
     """
 
     work: Work
@@ -55,6 +56,7 @@ class Submit(Value, frozen=True):
     input_bytes: int = 0
     helpers: tuple[str, ...] = ()
     asker: str = ""
+    target_epoch: int | None = None
 
 
 class Cancel(Value, frozen=True):
@@ -103,7 +105,7 @@ class Offer(Value, frozen=True, kw_only=True):
     ``generation`` is the source's count of revocations: a block with a higher one is no longer part of this offer.
     ``epoch``: which life of the source it is. ``moves``: of a decode, which goes on at the source unless the target has
     all of it (``Caught``). ``copies``: ahead of a move, of blocks to be cached there, from which nothing goes on.
-    ``tokens``: outputs that such blocks hold.
+    ``tokens``: outputs that such blocks hold. ``target_epoch`` (None: any): life of the target that alone takes it.
     """
 
     id: str
@@ -117,6 +119,7 @@ class Offer(Value, frozen=True, kw_only=True):
     moves: bool = False
     copies: bool = False
     tokens: tuple[int, ...] = ()
+    target_epoch: int | None = None
 
 
 class Ready(Value, frozen=True):
@@ -192,10 +195,7 @@ class Fetch(Value, frozen=True):
 
 
 class Fetched(Value, frozen=True):
-    """Holder to target: blocks leased until Release(id); none where the holder lacks any of them.
-
-    ``tail``: as the Fetch had it.
-    """
+    """Holder to target: blocks leased until Release(id), none where it lacks any. ``tail``: as the Fetch had it."""
 
     id: str
     holder: str
@@ -219,9 +219,9 @@ class Helped(Value, frozen=True):
 
 
 class PeerUp(Value, frozen=True):
-    """An instance is up, with these roles ("EP") and pools. ``returns``: it may send preempted requests back.
+    """An instance is up, with these roles ("EP") and pools, on this ``host``, "" where nobody says.
 
-    ``host``: where it runs; "" where nobody says.
+    ``returns``: it may send preempted requests back.
     """
 
     name: str
@@ -254,10 +254,11 @@ class PeerLoad(Value, frozen=True):
 
 
 class PeerDown(Value, frozen=True):
-    """An instance is gone, or could not be started again; ``why`` is for the errors of requests that need it."""
+    """An instance is gone, or could not be started again: ``why``, or ``planned``, to begin anew with other roles."""
 
     name: str
     why: str = ""
+    planned: bool = False
 
 
 class PeerSuspect(Value, frozen=True):

@@ -15,6 +15,7 @@ from typing import Protocol, cast
 from trinity.core.block_pool import DIGEST, blocks_for, media_keys, prefix_keys
 from trinity.core.messages import IMAGE, KV, MediaSpan, PeerLoad, PeerReserved, PeerSuspect, PeerUp, Work
 from trinity.core.near_hosts import HostTurns
+from trinity.core.peer_exit import PeerLeaving
 from trinity.errors import describe_error
 from trinity.plugins import load_plugin
 
@@ -145,8 +146,10 @@ class Router:
         self.counts = False  # what is sent, also where the policy does not ask
         self.peers: dict[str, PeerUp] = {}
         self.lost: dict[str, PeerUp] = {}
+        self.replaced: dict[str, int] = {}  # epoch of the last life of an instance that was ended to change its roles
         self.suspects: set[str] = set()
         self.reserved: dict[str, int] = {}  # first epochs, by name
+        self.leaving: set[str] = set()
         self.loads: dict[str, PeerLoad] = {}
         self._sent: dict[str, dict[str, int]] = {}  # units of work since an instance's last report, by letter
         self._digests: dict[tuple[str, str], tuple[bytes, frozenset[bytes]]] = {}
@@ -172,12 +175,15 @@ class Router:
         self.loads.pop(name, None)
         self._sent.pop(name, None)
         self.suspects.discard(name)
+        self.leaving.discard(name)
         for kind in (IMAGE, KV):
             self._digests.pop((name, kind), None)
 
-    def drop(self, name: str) -> PeerUp | None:
+    def drop(self, name: str, planned: bool = False) -> PeerUp | None:
         """Remove an instance, which may come back. Returns it, if it was known."""
         peer = self.peers.pop(name, None)
+        if planned and peer is not None:
+            self.replaced[name] = peer.epoch
         self._unload(name)
         if peer is not None:
             self.lost[name] = peer
@@ -195,16 +201,21 @@ class Router:
         peers = self.trusted(self.fitting(letter, work))
         return self._chosen(letter, work, peers) if peers else None
 
-    def suspect(self, event: PeerSuspect) -> None:
-        """Route past an instance that is silent, or no longer."""
+    def avoid(self, event: PeerSuspect | PeerLeaving) -> None:
+        """Route past an instance that is silent or is to end, or no longer; ignored of a former life."""
+        avoided, yes = (
+            (self.leaving, event.leaving) if isinstance(event, PeerLeaving) else (self.suspects, event.suspected)
+        )
         peer = self.peers.get(event.name)
         if peer is not None and peer.epoch == event.epoch:
-            (self.suspects.add if event.suspected else self.suspects.discard)(event.name)
+            (avoided.add if yes else avoided.discard)(event.name)
 
     def trusted(self, peers: Iterable[PeerUp]) -> list[PeerUp]:
-        """Leave out those that are silent, unless all are: one of these may only be slow."""
+        """Leave out those that leave or are silent, unless all are: one of these may only be slow."""
         found = list(peers)
-        return [peer for peer in found if peer.name not in self.suspects] or found if self.suspects else found
+        for avoided in filter(None, (self.leaving, self.suspects)):
+            found = [peer for peer in found if peer.name not in avoided] or found
+        return found
 
     def fitting(self, letter: str, work: Work) -> Iterator[PeerUp]:
         """Instances with the stage whose pools could ever hold the request, and that it may go to just now."""

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 from msgspec.structs import replace
 
 from trinity.core.life_names import name_help
@@ -23,15 +20,16 @@ def send_spread(router: Router, first: str, sent: Submit, most: int) -> list[Sen
     for item, span in enumerate(sent.work.media):
         if helpers[item]:
             asked.setdefault(span.content, item)
-    helps = [Send(helpers[item], _help(sent.work, item, sent.inputs, first)) for item in asked.values()]
+    lives = {name: router.peers[name].epoch for name in helpers if name}
+    helps = [Send(helpers[item], _help(sent, item, first, lives[helpers[item]])) for item in asked.values()]
     return [Send(first, replace(sent, helpers=helpers)), *helps]
 
 
-def _help(work: Work, item: int, inputs: Sequence[Any], asker: str) -> Submit:
-    """The item as a request of its own, which ends with its features in the encoder cache."""
-    name, media = name_help(work.request, work.attempt, item), (work.media[item],)
-    alone = replace(work, request=name, media=media, prompt=(), encode_only=True)
-    return Submit(alone, tuple(inputs[item : item + 1]), asker=asker)
+def _help(sent: Submit, item: int, asker: str, epoch: int) -> Submit:
+    """The item as a request of its own, which ends with its features in the encoder cache of a helper's life."""
+    name, media = name_help(sent.work.request, sent.work.attempt, item), (sent.work.media[item],)
+    alone = replace(sent.work, request=name, media=media, prompt=(), encode_only=True)
+    return Submit(alone, sent.inputs[item : item + 1], asker=asker, target_epoch=epoch)
 
 
 def deal_items(router: Router, work: Work, first: str, most: int) -> tuple[str, ...]:

@@ -26,6 +26,7 @@
     │   ├── PeerLost                  the connection to the peer is lost
     │   ├── TransferTimeout           a transfer took longer than its limit
     │   └── IntegrityError            blocks or messages arrived with other content than they were sent with
+    ├── ChangeRefused                 the placement cannot be changed just now
     └── ClosedError                   the pipeline, stream or transport is closed
 """
 
@@ -191,6 +192,10 @@ class TransferTimeout(TransportError):
 
 class IntegrityError(TransportError):
     """Blocks, or messages between instances, arrived with other content than they were sent with."""
+
+
+class ChangeRefused(TrinityError):
+    """The placement cannot be changed just now: another change is under way, or an instance is away."""
 
 
 class ClosedError(TrinityError):

@@ -63,6 +63,11 @@ def make_instances(
     return list(placement)
 
 
+def list_plan_options(plan: Plan, roles: str) -> dict[str, Any]:
+    """List a plan's settings for an instance of these roles, by keyword of ``Instance``."""
+    return _plan_options(read_plan_settings(plan), roles, limited=False)
+
+
 def _plan_options(knobs: Mapping[str, Any], roles: str, limited: bool) -> dict[str, Any]:
     """Select a plan's settings for an instance of these roles. It is served at the depth that it was simulated at."""
     found = {"depth": PLANNED_DEPTH, **{name: knobs[name] for name in ("reservation", "depth") if name in knobs}}

@@ -56,7 +56,7 @@ class FrontendHost:
         self.preparing = self.departures = 0
         self._preparing_again: set[asyncio.Task[None]] = set()
         self._events: deque[Value] = deque()
-        self._carrying = False
+        self._carrying = self._emptying = False
         self._moves = Moves()
         self._broken: BaseException | None = None
         self._ways = TransferWays()
@@ -72,6 +72,11 @@ class FrontendHost:
         """Make the instances within reach known to the front end."""
         for each in self.reached.values():
             self.core.handle(each.announcement(), time.monotonic())
+
+    @property
+    def multimodal(self) -> bool:
+        """True where the model takes media."""
+        return self.processor is not None and self.processor.multimodal
 
     # ---------------------------------------------------------------- requests come in
 
@@ -201,6 +206,8 @@ class FrontendHost:
         self._arm()
         if len(self.core.entries) < before:
             self._note_departure()
+        elif self._emptying:
+            self._departed.set()
 
     def _start_to_prepare(self, request_id: str, life: str) -> None:
         """Make the inputs of a request once more, of which none are left, and send it on with them."""
@@ -238,10 +245,13 @@ class FrontendHost:
 
     # ---------------------------------------------------------------- instances that fail
 
-    def on_lost(self, name: str, why: str) -> None:
-        """End the requests of an instance whose process is gone with an error."""
-        logger.error("instance %s was lost: %s", name, why)
-        self.post(PeerDown(name, why))
+    def on_lost(self, name: str, why: str, *, planned: bool) -> None:
+        """Send the requests of an instance whose life has ended elsewhere, or end them with an error."""
+        if planned:
+            logger.info("instance %s was ended: %s", name, why)
+        else:
+            logger.error("instance %s was lost: %s", name, why)
+        self.post(PeerDown(name, why, planned))
 
     def on_back(self, member: InstanceClient) -> None:
         """Announce an instance whose process runs again."""
@@ -274,6 +284,18 @@ class FrontendHost:
     async def wait_idle(self) -> None:
         """Wait until no instance has a request."""
         await self.until(lambda: not self.core.entries and not self._preparing_again)
+
+    async def wait_empty(self, name: str, most_s: float) -> bool:
+        """Wait until no request is at an instance, as far as is known; False where ``most_s`` passed."""
+        self._emptying = True
+        try:
+            async with asyncio.timeout(most_s):
+                await self.until(lambda: not any(self.find_place(each) == name for each in self.core.entries))
+            return True
+        except TimeoutError:
+            return False
+        finally:
+            self._emptying = False
 
     async def wait_room(self) -> None:
         """Wait until a request would not be refused for the number of those that wait."""

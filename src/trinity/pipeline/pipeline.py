@@ -31,6 +31,7 @@ from trinity.pipeline.deploy import InstanceOptions, choose_rules_and_routing, m
 from trinity.pipeline.features import Features, FeatureSource, read_features
 from trinity.pipeline.frontend_host import FrontendHost, PipelineState
 from trinity.pipeline.map_progress import Progress
+from trinity.pipeline.placement_changes import PlacementChanges
 from trinity.pipeline.request_map import MapResult, OnError, Requests, map_requests
 from trinity.pipeline.stream import Stream
 from trinity.pipeline.views import describe_pipeline, instance_table
@@ -53,7 +54,7 @@ TRACE_BYTES = 64 << 20  # of the rows of its last requests: some 98,000 of 24 to
 
 
 @check_arguments
-class Pipeline:
+class Pipeline(PlacementChanges):
     """Encode, prefill and decode of one model, on instances placed as you say.
 
     - ``model``: a directory, a hub id (cached, or fetched if ``download`` (False)), "shapes", or ``EmulatedModel``.
@@ -91,7 +92,6 @@ class Pipeline:
     The constructor is quick; weights and processor are loaded at start, on a thread. Both raise ``ConfigError``.
     """
 
-    _processes: instance_processes.InstanceSupervisor | None = None
     _starting: asyncio.Task[None] | None = None
     _closing: asyncio.Task[None] | None = None
 

@@ -102,6 +102,8 @@ class SyncPipeline:
     complete_n = _waiting(Pipeline.complete_n)
     chat = _waiting(Pipeline.chat)
     features = _waiting(Pipeline.features)
+    switch = _waiting(Pipeline.switch)
+    apply = _waiting(Pipeline.apply)
     profile = _waiting(Pipeline.profile)
     wait_idle = _waiting(Pipeline.wait_idle)
     map = _iterating(Pipeline.map)

@@ -56,8 +56,8 @@ class Watcher(Protocol):
         """Take messages for the front end."""
         ...
 
-    def on_lost(self, name: str, why: str) -> None:
-        """Take note that an instance is lost."""
+    def on_lost(self, name: str, why: str, *, planned: bool) -> None:
+        """Take note that an instance is lost, or was ended to have other roles."""
         ...
 
     def on_back(self, member: InstanceClient) -> None:

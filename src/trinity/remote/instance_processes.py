@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from trinity.core.messages import PeerSuspect, Tick, Value
+from trinity.core.peer_exit import PeerLeaving
 from trinity.errors import ConfigError, PeerLost, TrinityError
 from trinity.memory.weight_shelf import WeightShelf, open_shelf
 from trinity.remote.agreement import WeightsAgreement
@@ -37,6 +38,7 @@ from trinity.remote.supervisor_messages import (
     Launch,
     LauncherGone,
     LauncherStuck,
+    Leaving,
     Loaded,
     Lost,
     Quiet,
@@ -89,12 +91,14 @@ class InstanceSupervisor:
         self._lent = GuardedSupply(self._config.supply) if self._config.supply is not None else None
         self.members: dict[str, InstanceClient] = {}
         self.core = SupervisorCore([])
-        self._setups: dict[str, Setup] = {}
+        self.setups: dict[str, Setup] = {}
         self._lives: dict[tuple[str, int], InstanceClient] = {}
         self._launches: dict[tuple[str, int], asyncio.Task[None]] = {}
         self._events: deque[Event | Tick] = deque()
         self._handling = self._watched = False
+        self.changed = asyncio.Event()  # set by whatever the core has handled
         self._unheard: list[tuple[Up | Down, InstanceClient]] = []  # losses and returns before anybody watches
+        self.problems: dict[str, TrinityError | None] = {}  # of the last life of each that has ended
         self._told: dict[str, tuple[str, int]] = {}  # state and epoch of each that ``on_change`` knows
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
@@ -103,13 +107,13 @@ class InstanceSupervisor:
 
     async def start(self, setups: Sequence[Setup]) -> dict[str, InstanceClient]:
         """Fork and load every instance, and have them connect to each other. Raises the first error of any."""
-        self._setups = {setup.name: setup for setup in setups}
-        elsewhere = [name for name in self._setups if self._supply_of(name) is not self.forks]
-        self.core = SupervisorCore(list(self._setups), elsewhere, self._config.silence_s)
+        self.setups = {setup.name: setup for setup in setups}
+        elsewhere = [name for name in self.setups if self._supply_of(name) is not self.forks]
+        self.core = SupervisorCore(list(self.setups), elsewhere, self._config.silence_s)
         if any(setup.paced is None for setup in setups):
             self._shelf = open_shelf(self._folder.path)
         self._run(self._watch_silence())
-        self._handle(Begin())
+        self.handle(Begin())
         await self._all_up
         return self.members
 
@@ -129,7 +133,7 @@ class InstanceSupervisor:
 
     # ------------------------------------------------------------ events and commands
 
-    def _handle(self, event: Event | Tick) -> None:
+    def handle(self, event: Event | Tick) -> None:
         """Have the core decide on an event and carry out its commands, which may lead to further events."""
         self._events.append(event)
         if self._handling:
@@ -145,6 +149,7 @@ class InstanceSupervisor:
         finally:
             self._handling = False
         self._arm()
+        self.changed.set()
         self._tell_changes()
 
     def _arm(self) -> None:
@@ -153,7 +158,7 @@ class InstanceSupervisor:
         due = self.core.next_timer()
         wait = None if due is None else max(0.0, due - time.monotonic())
         loop = asyncio.get_running_loop()
-        self._timer = None if wait is None else loop.call_later(wait, self._handle, Tick())
+        self._timer = None if wait is None else loop.call_later(wait, self.handle, Tick())
 
     def _give_up(self, command: Event) -> None:
         """Lose the life whose command raised: those behind it are carried out all the same."""
@@ -168,13 +173,11 @@ class InstanceSupervisor:
             life = (command.name, command.epoch)
             forked = self._supply_of(command.name) is self.forks
             shelf = self._shelf.path if self._shelf is not None and forked else ""
-            setup = msgspec.structs.replace(self._setups[command.name], epoch=command.epoch, shelf=shelf)
-            self._lives[life] = InstanceClient(
-                setup, self._watcher, self._timeline, self._handle, weights=self._weights
-            )
+            setup = msgspec.structs.replace(self.setups[command.name], epoch=command.epoch, shelf=shelf)
+            self._lives[life] = InstanceClient(setup, self._watcher, self._timeline, self.handle, weights=self._weights)
             self._launches[life] = self._run(self._launch(command))
         elif isinstance(command, StartLauncher):
-            self.forks.open_launcher(command.number, any(setup.paced is None for setup in self._setups.values()))
+            self.forks.open_launcher(command.number, any(setup.paced is None for setup in self.setups.values()))
         elif isinstance(command, EndLauncher):
             ending = asyncio.get_running_loop().create_task(self.forks.end_launcher(command.number))
             self._endings.append(ending)  # never cancelled: its thread would be left behind
@@ -189,6 +192,8 @@ class InstanceSupervisor:
             self._post(command.name, command.epoch, DropPeer(command.peer, command.peer_epoch))
         elif isinstance(command, Suspect):
             self._suspect(command)
+        elif isinstance(command, Leaving):
+            self._announce(PeerLeaving(command.name, command.epoch, command.leaving))
         elif isinstance(command, (Up, Down)):
             self._hear(command)
 
@@ -199,9 +204,12 @@ class InstanceSupervisor:
 
     def _suspect(self, command: Suspect) -> None:
         logger.warning("instance %s %s", command.name, "is silent" if command.suspected else "speaks again")
-        message = PeerSuspect(command.name, command.epoch, command.suspected)
+        self._announce(PeerSuspect(command.name, command.epoch, command.suspected))
+
+    def _announce(self, message: PeerLeaving | PeerSuspect) -> None:
+        """Tell the front end and every other instance of one."""
         for member in self.members.values():
-            if member.name != command.name:
+            if member.name != message.name:
                 member.post(message)
         self._watcher.send_to_frontend([message])
 
@@ -212,14 +220,16 @@ class InstanceSupervisor:
                 self._lives.pop((old.name, old.setup.epoch), None)
             self.members[command.name] = self._lives[command.name, command.epoch]
             self.members[command.name].post(Peers(()))
-            if not self._all_up.done() and len(self.members) == len(self._setups):
-                self.members = {name: self.members[name] for name in self._setups}  # as they are placed
+            if not self._all_up.done() and len(self.members) == len(self.setups):
+                self.members = {name: self.members[name] for name in self.setups}  # as they are placed
                 self._all_up.set_result(None)
         elif not self._all_up.done():
             client = self._lives[command.name, command.epoch]
             text = f"instance {command.name} was lost: {command.why}"
             problems = [each.problem for each in (client, *self._lives.values()) if each.problem is not None]
             self._all_up.set_exception([*problems, PeerLost(text, "control", command.name)][0])
+        if isinstance(command, Down):
+            self.problems[command.name] = self._lives[command.name, command.epoch].problem
         first = isinstance(command, Up) and not command.epoch
         if not first or self._watched:
             told = (command, self._lives[command.name, command.epoch])
@@ -227,7 +237,7 @@ class InstanceSupervisor:
 
     def _tell(self, command: Up | Down, client: InstanceClient) -> None:
         if isinstance(command, Down):
-            self._watcher.on_lost(command.name, command.why)
+            self._watcher.on_lost(command.name, command.why, planned=command.planned)
         else:
             self._watcher.on_back(client)
             client.watch()
@@ -258,7 +268,7 @@ class InstanceSupervisor:
 
     def _hear_launcher_gone(self, number: int) -> None:
         if not self.core.closing:
-            self._handle(LauncherGone(number))
+            self.handle(LauncherGone(number))
 
     # ------------------------------------------------------------ a life
 
@@ -270,16 +280,16 @@ class InstanceSupervisor:
             await self._attach(client)
         except LauncherSilent as error:
             client.problem = error
-            self._handle(LauncherStuck(command.launcher))
+            self.handle(LauncherStuck(command.launcher))
         except (TrinityError, OSError) as error:
             client.problem = error if isinstance(error, TrinityError) else ConfigError(f"instance {name}: {error}")
-            self._handle(Lost(name, epoch, str(error)))
+            self.handle(Lost(name, epoch, str(error)))
         except Exception as error:
             logger.exception("instance %s could not be started", name)
             client.problem = ConfigError(f"instance {name} could not be started: {error!r}")
-            self._handle(Lost(name, epoch, str(client.problem)))
+            self.handle(Lost(name, epoch, str(client.problem)))
         else:
-            self._handle(Loaded(name, epoch))
+            self.handle(Loaded(name, epoch))
 
     async def _attach(self, client: InstanceClient) -> None:
         setup = client.setup
@@ -306,7 +316,7 @@ class InstanceSupervisor:
                 await asyncio.sleep(FENCE_AGAIN_S)
         if client is not None and self.members.get(client.name) is not client:
             self._lives.pop(life, None)
-        self._handle(Ended(*life))
+        self.handle(Ended(*life))
 
     async def _watch_silence(self) -> None:
         """Tell the core who says nothing: frozen or cut off, they would hold requests for ever."""
@@ -319,7 +329,7 @@ class InstanceSupervisor:
                 if client.last_heard is not None and (client.alive or client.started is None):
                     client.last_heard += late if late > pause else 0.0
                     try:
-                        self._handle(Quiet(*life, time.monotonic() - client.last_heard))
+                        self.handle(Quiet(*life, time.monotonic() - client.last_heard))
                     except Exception:
                         logger.exception("the silence of %s was not told", life[0])
 
@@ -327,7 +337,7 @@ class InstanceSupervisor:
 
     async def drain(self, idle: Coroutine[Any, Any, None]) -> None:
         """Start nothing any more, and wait until the instances are idle, but not for ever: they are killed later."""
-        self._handle(Retire())
+        self.handle(Retire())
         try:
             await asyncio.wait_for(idle, CLOSE_S)
         except TimeoutError:
@@ -335,7 +345,7 @@ class InstanceSupervisor:
 
     async def aclose(self) -> None:
         """End every process and launcher, and remove the folder of their sockets, whoever does not end in time."""
-        self._handle(CloseAll())
+        self.handle(CloseAll())
         if self._timer is not None:
             self._timer.cancel()
         self._all_up.cancel()

@@ -11,6 +11,8 @@ event                   commands
 ``Refused``             the same as ``Lost`` for the younger of the two, which counts as one that did not come up
 ``Lost``                ``Fence`` it, ``Separate`` the others from it, ``Down``; ``Up`` of whoever waited for it
 ``Ended``               none; ``Launch`` of the next life after a pause
+``Leave``               ``Leaving``, which is told again when another comes up
+``Replace``             the same as ``Lost``, but planned: not counted, and no pause before the next ``Launch``
 ``Quiet``               ``Suspect`` from ``SUSPECT_S`` on; the same as ``Lost`` from ``silence_s`` on
 ``LauncherGone``        the same as ``Lost`` for what it was starting; the next ``Launch`` begins with ``StartLauncher``
 ``LauncherStuck``       the same; ``EndLauncher`` once no instance that it started is left
@@ -30,7 +32,7 @@ from dataclasses import dataclass
 from enum import Enum
 from itertools import count
 from math import inf
-from typing import Any, Literal
+from typing import Any
 
 from trinity.core.messages import Tick
 from trinity.remote.supervisor_messages import (
@@ -41,16 +43,20 @@ from trinity.remote.supervisor_messages import (
     EndLauncher,
     Event,
     Fence,
+    HealthState,
     InstanceHealth,
     Introduce,
     Launch,
     LauncherGone,
     LauncherStuck,
+    Leave,
+    Leaving,
     Linked,
     Loaded,
     Lost,
     Quiet,
     Refused,
+    Replace,
     Retire,
     Separate,
     StartLauncher,
@@ -105,6 +111,8 @@ class Member:
     failures: int = 0  # in a row to come up
     unmet: int = 0  # younger lives in a row that could not reach it
     suspected: bool = False
+    leaving: bool = False
+    planned: bool = False  # the end that its next start follows
     why: str = ""
     pause: float = 0.0
 
@@ -132,7 +140,7 @@ class SupervisorCore:
 
     def handle(self, event: Event | Tick, now: float) -> list[Event]:
         self._out = []
-        if isinstance(event, (Loaded, Linked, Unlinked, Refused, Lost, Ended, Quiet)):
+        if isinstance(event, (Loaded, Linked, Unlinked, Refused, Lost, Leave, Replace, Ended, Quiet)):
             member = self.members[event.name]
             if member.epoch == event.epoch:
                 OF_A_LIFE[type(event)](self, member, event, now)
@@ -151,8 +159,10 @@ class SupervisorCore:
         """Describe an instance's state."""
         member = self.members[name]
         state = STATES[member.phase]
-        if state == "up" and member.suspected:
-            state = "silent"
+        if state == "up":
+            state = "silent" if member.suspected else "leaving" if member.leaving else state
+        elif state == "lost" and member.planned:
+            state = "starting"
         left = max(0.0, member.due - now) if member.phase is LifePhase.WAITING and member.due < inf else None
         return InstanceHealth(name, state, max(0, member.epoch), member.losses, member.why, left)
 
@@ -215,6 +225,8 @@ class SupervisorCore:
             for each in (member, *self._others(member)):  # what was said before it came up it has not heard, nor others
                 if each.suspected:
                     self._out.append(Suspect(each.name, each.epoch, True))
+                if each.leaving:
+                    self._out.append(Leaving(each.name, each.epoch, True))
 
     def _has_met(self, member: Member, other: Member) -> bool:
         return other.suspected or len(self._pairs[_key(member, other)].said) == PARTIES
@@ -225,19 +237,34 @@ class SupervisorCore:
         if member.phase in ALIVE:
             self._lose(member, event.why, now)
 
+    def _leave(self, member: Member, event: Leave, now: float) -> None:
+        if member.phase is LifePhase.UP and member.leaving is not event.leaving:
+            member.leaving = event.leaving
+            self._out.append(Leaving(member.name, member.epoch, member.leaving))
+
+    def _replace(self, member: Member, event: Replace, now: float) -> None:
+        """End a life for the next one, which begins at once: nothing is wrong with it."""
+        if member.phase in ALIVE:
+            member.pause, member.failures = now, 0
+            self._end(member, event.why, now, planned=True)
+
     def _lose(self, member: Member, why: str, now: float, refused: bool = False) -> None:
         came_up = member.phase is LifePhase.UP and not refused
         member.losses = 1 if came_up and now - member.since >= STEADY_S else member.losses + 1
         member.failures = 0 if came_up else member.failures + 1
         longest = LONGEST_BY_HAND_S if member.by_hand else LONGEST_BACKOFF_S if came_up else LONGEST_AWAY_S
         doublings = min((member.losses if came_up else member.failures) - 1, MAX_DOUBLINGS)
-        member.phase, member.why, member.suspected, member.due = LifePhase.ENDING, why, False, inf
         member.pause = now + min(BACKOFF_S * 2.0**doublings, longest)
+        self._end(member, why, now)
+
+    def _end(self, member: Member, why: str, now: float, planned: bool = False) -> None:
+        member.phase, member.why, member.due = LifePhase.ENDING, why, inf
+        member.suspected, member.leaving, member.planned = False, False, planned
         self._out.append(Fence(member.name, member.epoch))
         for other in self._others(member):
             self._pairs.pop(_key(member, other), None)
             self._out.append(Separate(other.name, other.epoch, member.name, member.epoch))
-        self._out.append(Down(member.name, member.epoch, why))
+        self._out.append(Down(member.name, member.epoch, why, planned))
         for other in self._others(member):
             self._check_up(other, now)
 
@@ -326,7 +353,7 @@ def _key(one: Member, two: Member) -> tuple[str, str]:
     return (one.name, two.name) if one.name < two.name else (two.name, one.name)
 
 
-STATES: dict[LifePhase, Literal["starting", "up", "silent", "lost", "closed"]] = {
+STATES: dict[LifePhase, HealthState] = {
     LifePhase.LOADING: "starting",
     LifePhase.MEETING: "starting",
     LifePhase.UP: "up",
@@ -340,6 +367,8 @@ OF_A_LIFE: dict[type[Event], Callable[[SupervisorCore, Member, Any, float], None
     Unlinked: SupervisorCore._unlinked,
     Refused: SupervisorCore._refused,
     Lost: SupervisorCore._lost,
+    Leave: SupervisorCore._leave,
+    Replace: SupervisorCore._replace,
     Ended: SupervisorCore._ended,
     Quiet: SupervisorCore._quiet,
 }

@@ -9,12 +9,14 @@ from typing import Literal
 
 import msgspec
 
+HealthState = Literal["starting", "up", "silent", "leaving", "lost", "closed"]
+
 
 class InstanceHealth(msgspec.Struct, frozen=True):
     """State of an instance in a process of its own.
 
-    - ``state``: "starting", "up", "silent" (it has said nothing for two seconds; requests go past it), "lost" (it will
-      be started again) or "closed".
+    - ``state``: "starting", "up", "silent" (it has said nothing for two seconds; requests go past it), "leaving" (it is
+      to have other roles once it is empty; requests go past it), "lost" (it will be started again) or "closed".
     - ``epoch``: how often it was started again; one start more than this in all.
     - ``losses``: in a row, without half a minute of service between them.
     - ``why`` (""): the last loss.
@@ -22,7 +24,7 @@ class InstanceHealth(msgspec.Struct, frozen=True):
     """
 
     name: str
-    state: Literal["starting", "up", "silent", "lost", "closed"]
+    state: HealthState
     epoch: int
     losses: int = 0
     why: str = ""
@@ -114,6 +116,22 @@ class LauncherStuck(Event, frozen=True):
     number: int
 
 
+class Leave(Event, frozen=True):
+    """Its life is to end once nothing is left there, for one with other roles; or it is to go on after all."""
+
+    name: str
+    epoch: int
+    leaving: bool = True
+
+
+class Replace(Event, frozen=True):
+    """Its life is to end now, for the next one: it is not lost."""
+
+    name: str
+    epoch: int
+    why: str
+
+
 class Retire(Event, frozen=True):
     """Start nothing any more."""
 
@@ -178,11 +196,20 @@ class Up(Event, frozen=True):
 
 
 class Down(Event, frozen=True):
-    """It is lost, or could not be started again."""
+    """It is lost, or could not be started again; or its end was ``planned``."""
 
     name: str
     epoch: int
     why: str
+    planned: bool = False
+
+
+class Leaving(Event, frozen=True):
+    """Send it nothing new where another one has its stages, or as before."""
+
+    name: str
+    epoch: int
+    leaving: bool
 
 
 class Suspect(Event, frozen=True):

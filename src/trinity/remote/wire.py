@@ -35,6 +35,7 @@ from trinity.core.messages import (
     Value,
     Withdraw,
 )
+from trinity.core.peer_exit import PeerLeaving
 from trinity.core.scheduler import Order, Policy
 from trinity.core.transfers import TransferPolicy
 from trinity.costs.budgets import StepBudgets
@@ -299,6 +300,7 @@ ControlMessage = (
     | PeerEmpty
     | PeerReserved
     | PeerSuspect
+    | PeerLeaving
     | PeerUp
     | Peers
     | Ready

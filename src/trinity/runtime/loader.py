@@ -135,11 +135,17 @@ def make_processor(
 
 
 def load_instances(
-    config: ServingConfig, instances: Sequence[Instance], processor: RequestProcessor | None
+    config: ServingConfig,
+    instances: Sequence[Instance],
+    processor: RequestProcessor | None,
+    beside: Sequence[Instance] = (),
 ) -> list[LoadedInstance]:
-    """Load the weights of each instance's roles, allocate pools, search budgets. Blocks: run it on a thread."""
+    """Load the weights of each instance's roles, allocate pools, search budgets. Blocks: run it on a thread.
+
+    ``beside``: further instances of this process, which run already and share the weights.
+    """
     loaded: list[LoadedInstance] = []
-    specs = [_complete_spec(config, spec, instances) for spec in instances]
+    specs = [_complete_spec(config, spec, [*instances, *beside]) for spec in instances]
     models = [_get_model(config, spec) for spec in specs]
     for spec, model, pools in zip(specs, models, choose_pools(config, specs, models), strict=True):
         instance = build_instance(spec, model, pools, config.rules, config.cache, config.observe, config.shared)

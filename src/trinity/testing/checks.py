@@ -7,7 +7,7 @@ every block. Each raises ``AssertionError`` with what broke.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 from trinity.core import InstanceCore
@@ -15,6 +15,7 @@ from trinity.core.frontend import FrontendCore
 from trinity.core.instance.lanes import count_in_flight
 from trinity.core.instance.phases import Phase
 from trinity.core.instance.request_state import RequestState
+from trinity.core.instance.settings import Settings
 from trinity.core.instance.state import State
 from trinity.core.messages import (
     IMAGE,
@@ -59,13 +60,29 @@ def make_checks(
     cores: Mapping[str, InstanceCore], frontend: FrontendCore, lives: Lives | None = None
 ) -> Sequence[Observer]:
     """Make every known check for cores that one driver runs; ``lives`` where instances may die there."""
-    settings = {name: core.settings for name, core in cores.items()}
+    settings = _SettingsOf(cores)
     return [
         Conversation(cores),
         MoveRules(cores, frontend),
         Shadow(settings, lives.is_deaf) if lives is not None else Shadow(settings),
         Bookkeeping(cores, frontend),
     ]
+
+
+class _SettingsOf(Mapping[str, Settings]):
+    """Settings of the present cores, by name: another life of an instance may have others."""
+
+    def __init__(self, cores: Mapping[str, InstanceCore]) -> None:
+        self._cores = cores
+
+    def __getitem__(self, name: str) -> Settings:
+        return self._cores[name].settings
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._cores)
+
+    def __len__(self) -> int:
+        return len(self._cores)
 
 
 class Bookkeeping:

@@ -97,7 +97,8 @@ class Conversation:
         elif isinstance(event, Submit) and name == FRONTEND:
             self.submitted.add(event.work.request)
         elif (isinstance(event, Offer) and not event.moves) or (isinstance(event, Submit) and not event.asker):
-            self.visited.add((name, event.work.request))
+            if event.target_epoch is None or event.target_epoch == self.cores[name].settings.epoch:
+                self.visited.add((name, event.work.request))
         elif isinstance(event, Ready) and event.again:
             transfer = self.transfers[event.id]
             transfer.asked -= set(_pieces(transfer, event.layers, event.blocks))

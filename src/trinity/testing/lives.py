@@ -13,13 +13,24 @@ from collections import Counter
 from random import Random
 from typing import NamedTuple
 
+from trinity.core.instance.settings import Settings
 from trinity.core.messages import FRONTEND
 
 
 class Kill(NamedTuple):
-    """To an instance's shell: die, and come back after ``back_s``; never where that is None."""
+    """To an instance's shell: die, and come back after ``back_s``; never where that is None.
+
+    ``becomes``: settings of the next life, where the end is planned so that it has other roles.
+    """
 
     back_s: float | None
+    becomes: Settings | None = None
+
+
+class Departure(NamedTuple):
+    """To the shell of another: this instance's present life is to end once it is empty."""
+
+    name: str
 
 
 class Return(NamedTuple):

@@ -86,15 +86,30 @@ class ShadowPool:
                 tags[place] = tag
 
 
+class ShadowMemory(dict[tuple[str, str], ShadowPool]):
+    """Pools of all instances, by instance and kind: each with nothing in it until its present life writes there.
+
+    settings: those of the present lives.
+    """
+
+    def __init__(self, settings: Mapping[str, Settings]) -> None:
+        super().__init__()
+        self._settings = settings
+
+    def __missing__(self, key: tuple[str, str]) -> ShadowPool:
+        name, kind = key
+        own = self._settings[name]
+        rows = own.kv_block_size if kind == KV else own.image_block_size
+        self[key] = made = ShadowPool(own.pools[kind], rows, own.layers if kind == KV else 1)
+        return made
+
+
 class Shadow:
     """Does the work of the stages and the connector with tags instead of tensors."""
 
     def __init__(self, settings: Mapping[str, Settings], is_deaf: Callable[[str, str], bool] = _hears_all) -> None:
         self._is_deaf = is_deaf  # whether the first has not heard yet of the second's death, and may read its next life
-        self.memory: dict[tuple[str, str], ShadowPool] = {}
-        self._settings = settings
-        for name in settings:
-            self._begin(name)
+        self.memory, self._settings = ShadowMemory(settings), settings
         self._rows: dict[tuple[str, str], ShadowRow] = {}
         self._steps: dict[tuple[str, str], deque[Step]] = {}  # of each lane; the first one runs
         self._failed: set[tuple[str, str]] = set()  # whose rows in later steps have nothing to go on from
@@ -105,16 +120,10 @@ class Shadow:
         self._copies: dict[tuple[str, str], Collect] = {}
         self._works: dict[str, Work] = {}
 
-    def _begin(self, name: str) -> None:
-        """Give an instance memory with nothing in it."""
-        own = self._settings[name]
-        for kind, blocks in own.pools.items():
-            rows = own.kv_block_size if kind == KV else own.image_block_size
-            self.memory[name, kind] = ShadowPool(blocks, rows, own.layers if kind == KV else 1)
-
     def lost(self, name: str) -> None:
         """Drop all that it did; who reads its memory just now may still get what was there."""
-        self._begin(name)
+        for key in [key for key in self.memory if key[0] == name]:
+            del self.memory[key]
         self._rows = {key: row for key, row in self._rows.items() if key[0] != name}
         self._steps = {key: flight for key, flight in self._steps.items() if key[0] != name}
         self._failed = {key for key in self._failed if key[0] != name}
@@ -273,7 +282,7 @@ class Shadow:
             assert found == [_features(span)], f"{name} copies {found} for {span}"
 
     def _start_pull(self, name: str, pull: Pull) -> None:
-        source, target = self.memory[pull.source, pull.kind], self.memory[name, pull.kind]
+        source, target = self._source_of(name, pull), self.memory[name, pull.kind]
         rows = len(pull.source_blocks) * source.rows - (source.rows - pull.tail if pull.tail else 0)
         key = (name, pull.offer, pull.part)
         self._pulls[key] = (pull, source, source.read(pull.source_blocks, 0, rows, pull.layers))
@@ -281,6 +290,14 @@ class Shadow:
             self._void.add(key)
         layers = target.layers if pull.layers is None else pull.layers[1] - pull.layers[0]
         target.write(pull.target_blocks, 0, [[TORN] * rows] * layers, pull.layers)
+
+    def _source_of(self, name: str, pull: Pull) -> ShadowPool:
+        """Find the pool that is read: torn blocks where ``name`` has yet to hear that its owner has become another."""
+        own = self._settings[pull.source]
+        if pull.kind not in own.pools and self._is_deaf(name, pull.source):
+            like = self.memory[name, pull.kind]
+            return ShadowPool(1 + max(pull.source_blocks), like.rows, like.layers)
+        return self.memory[pull.source, pull.kind]
 
     def _end_pull(self, name: str, event: Pulled) -> None:
         pull, source, before = self._pulls.pop((name, event.offer, event.part))

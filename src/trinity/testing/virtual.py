@@ -48,6 +48,7 @@ from trinity.core.messages import (
     Value,
     Work,
 )
+from trinity.core.peer_exit import PeerLeaving
 from trinity.core.routing import RoundRobin, RoutingPolicy
 from trinity.simulation.event_loop import EventLoop
 from trinity.testing.checks import Observer, make_checks
@@ -55,7 +56,7 @@ from trinity.testing.conditions import Durations as Durations
 from trinity.testing.conditions import Faults as Faults
 from trinity.testing.conditions import make_settings as make_settings
 from trinity.testing.conditions import predict_steps as predict_steps
-from trinity.testing.lives import ChannelOpened, Kill, Lives, Return
+from trinity.testing.lives import ChannelOpened, Departure, Kill, Lives, Return
 
 
 @dataclass
@@ -156,6 +157,19 @@ class VirtualCluster(EventLoop):
         self.lives.plan_cuts(name, at)
         self.put(at, next(self._sequence), name, Kill(back_s))
 
+    def switch(self, name: str, at: float, becomes: Settings, drain_s: float = 1.0, change_s: float = 0.5) -> None:
+        """Have an instance leave at this time, end ``drain_s`` later, and come back with these settings' roles.
+
+        Its end is one of ``kill``: what is still there is lost with it. When who hears that it leaves is drawn.
+        """
+        for other in (FRONTEND, *self.cores):
+            if other != name:
+                self.put(
+                    at + self.lives.draw.uniform(0.0, self.lives.news_s), next(self._sequence), other, Departure(name)
+                )
+        self.lives.plan_cuts(name, at + drain_s)
+        self.put(at + drain_s, next(self._sequence), name, Kill(change_s, becomes))
+
     def run(self, limit: int = 1_000_000) -> None:
         """Run until nothing is under way any more. ``limit`` events count as a livelock (``AssertionError``)."""
         for _ in range(limit):
@@ -184,6 +198,8 @@ class VirtualCluster(EventLoop):
         self._addressed.pop(number, None)
         if isinstance(event, (Kill, Return, ChannelOpened)):
             return self._turn(name, event)
+        if isinstance(event, Departure):
+            return PeerLeaving(event.name, self.lives.epochs[event.name], leaving=True)
         if isinstance(event, PeerDown):
             self.lives.hear(name, event.name)
         return self._check_pull(name, event) if isinstance(event, Pulled) else event
@@ -191,7 +207,7 @@ class VirtualCluster(EventLoop):
     def _turn(self, name: str, event: Kill | Return | ChannelOpened) -> Value | None:
         """Carry out a death, a return or a new channel. Returns what the core hears of it."""
         if isinstance(event, Kill):
-            self._die(name, event.back_s)
+            self._die(name, event)
         elif isinstance(event, Return):
             for other in self.lives.come_back(name):
                 delay = self.lives.draw.uniform(0.0, 2 * self.lives.news_s)
@@ -209,12 +225,12 @@ class VirtualCluster(EventLoop):
                 self.post(max(at, self.now), name, message)
         return None
 
-    def _die(self, name: str, back_s: float | None) -> None:
+    def _die(self, name: str, kill: Kill) -> None:
         """End a life: its core, its steps and its pulls are gone; those who were in touch with it hear of that."""
         for each in self.observers:
             each.lost(name)
         survivors = self.lives.die(name)
-        settings = replace(self.cores[name].settings, epoch=self.lives.epochs[name])
+        settings = replace(kill.becomes or self.cores[name].settings, epoch=self.lives.epochs[name])
         self.cores[name] = self._all[name] = InstanceCore(settings, self.routing())
         self._due[name] = inf
         self._unheard.pop(name, None)
@@ -226,9 +242,9 @@ class VirtualCluster(EventLoop):
         for other in survivors:
             heard = self.lives.next_news(other, name, max(self.now, self._arrival.get((name, other), 0.0)))
             self._arrival[name, other] = heard
-            self.post(heard, other, PeerDown(name))
-        if back_s is not None:
-            self.put(self.now + back_s, next(self._sequence), name, Return())
+            self.post(heard, other, PeerDown(name, planned=kill.becomes is not None))
+        if kill.back_s is not None:
+            self.put(self.now + kill.back_s, next(self._sequence), name, Return())
 
     def _check_end(self) -> None:
         for each in self.observers:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from support.core_streams import LAYER, OFFER, again, layers, source, target
 from support.core_tables import Row, brief, broken, done, emptied, make_core, sent, table, work
@@ -98,6 +99,7 @@ def test_what_the_source_had_cached_is_ready_with_the_offer() -> None:
 
 def test_the_target_knows_at_the_start_of_prefill_and_tells_the_front_end_who_has_the_first_token() -> None:
     (offer,) = sent(source(epoch=2).handle(Submit(work("r", 10)), 0.0), Offer)
+    offer = replace(offer, target_epoch=5)
     assert sent(target(epoch=5).handle(offer, 0.0), Moved) == [Moved("r", 0, "D0", 1, 5, "P0", 2)]
 
 

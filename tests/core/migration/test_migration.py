@@ -267,7 +267,9 @@ def test_the_offer_is_one_shard_of_one_and_names_its_source() -> None:
     core.handle(Submit(request), 0.0)
     offer = sent(core.handle(done(1), 0.0), Offer)[0]
     parts = (Part((0,)),)
-    assert offer == Offer(id="E0:1", kind="image", source="E0", work=request, parts=parts, route=("E0",))
+    assert offer == Offer(
+        id="E0:1", kind="image", source="E0", work=request, parts=parts, route=("E0",), target_epoch=0
+    )
 
 
 def test_a_target_without_room_for_the_whole_need_is_passed_over() -> None:

@@ -16,6 +16,8 @@ from trinity.core.routing import BadChoice, needs
 
 def handle_submit(s: State, event: Submit, now: float) -> None:
     """Queue a new request for encode, or for prefill where no feature is needed or all are cached here."""
+    if s.settings.is_other_life(event.target_epoch):
+        return
     work = event.work
     state = RequestState(work, now, event.inputs, stored_tokens=list(event.tokens), asker=event.asker)
     state.route = (*event.route, s.settings.name)
@@ -93,6 +95,7 @@ def pass_to_encode(s: State, state: RequestState, now: float) -> None:
     if target is None:
         end(s, state, now, "error", nowhere(s, "E"))
         return
-    s.send(target, Submit(work, state.inputs, state.route, tuple(state.tokens)))
+    epoch = s.router.peers[target].epoch
+    s.send(target, Submit(work, state.inputs, state.route, tuple(state.tokens), target_epoch=epoch))
     s.leave_tombstone(state, target)
     s.move(state, Phase.GONE, now)

@@ -9,7 +9,7 @@ from trinity.core.instance.arrival import handle_submit
 from trinity.core.instance.collection import handle_collected
 from trinity.core.instance.company import handle_peer_reserved, say_empty
 from trinity.core.instance.lifecycle import handle_cancel, handle_forget
-from trinity.core.instance.peers import handle_peer_load, handle_peer_lost, handle_peer_suspect, handle_peer_up
+from trinity.core.instance.peers import handle_peer_avoided, handle_peer_load, handle_peer_lost, handle_peer_up
 from trinity.core.instance.repeated_step import RepeatedStep, find_repeated
 from trinity.core.instance.state import Settings, State
 from trinity.core.instance.steps import handle_stepped, pump
@@ -46,6 +46,7 @@ from trinity.core.migration.moves import handle_caught, handle_move, offer_moves
 from trinity.core.migration.remote_features import handle_fetch, handle_fetched
 from trinity.core.migration.source import handle_helped
 from trinity.core.migration.target import handle_commit, handle_offer, handle_pulled, handle_ready, handle_withdraw
+from trinity.core.peer_exit import PeerLeaving
 from trinity.core.routing import RoundRobin, Router, RoutingPolicy
 
 _HANDLERS: dict[type[Value], Callable[[State, Any, float], None]] = {
@@ -65,7 +66,8 @@ _HANDLERS: dict[type[Value], Callable[[State, Any, float], None]] = {
     Collected: handle_collected,
     PeerUp: handle_peer_up,
     PeerLoad: handle_peer_load,
-    PeerSuspect: handle_peer_suspect,
+    PeerSuspect: handle_peer_avoided,
+    PeerLeaving: handle_peer_avoided,
     PeerReserved: handle_peer_reserved,
     PeerDown: handle_peer_lost,
     Fetch: handle_fetch,

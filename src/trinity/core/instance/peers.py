@@ -10,6 +10,7 @@ from trinity.core.messages import FRONTEND, Gone, PeerDown, PeerLoad, PeerSuspec
 from trinity.core.migration.leases import take_back
 from trinity.core.migration.moves import LOST, finish_copy, give_up
 from trinity.core.migration.remote_features import give_up_fetches, give_up_pulls
+from trinity.core.peer_exit import PeerLeaving
 
 
 def handle_peer_up(s: State, event: PeerUp, now: float) -> None:
@@ -24,9 +25,9 @@ def handle_peer_load(s: State, event: PeerLoad, now: float) -> None:
     s.router.take(event)
 
 
-def handle_peer_suspect(s: State, event: PeerSuspect, now: float) -> None:
-    """Route past a peer that is silent; what is under way with it goes on."""
-    s.router.suspect(event)
+def handle_peer_avoided(s: State, event: PeerSuspect | PeerLeaving, now: float) -> None:
+    """Route past a peer that is silent or is to end; what is under way with it goes on."""
+    s.router.avoid(event)
     if event.name in s.router.suspects:
         lose_helper(s, event.name)
 

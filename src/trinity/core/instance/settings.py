@@ -50,6 +50,10 @@ class Settings:
     digest_keys: int = 512
     host: str = ""
 
+    def is_other_life(self, epoch: int | None) -> bool:
+        """True for the epoch of another life of this instance; None is any."""
+        return epoch is not None and epoch != self.epoch
+
 
 def check_reservation(name: str) -> None:
     """Raise ``UnknownName``."""

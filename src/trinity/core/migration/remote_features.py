@@ -66,7 +66,7 @@ def encode_after_all(s: State, lease: Lease, now: float) -> None:
 def handle_fetch(s: State, event: Fetch, now: float) -> None:
     """Lease the blocks with this content, or say that they are not all here."""
     s.renew_leases(event.requester, now)
-    found = s.cached_media(list(event.keys)) if event.kind == IMAGE else ()
+    found = s.cached_media(list(event.keys)) if event.kind in s.pools else ()
     if found:
         s.lend(Lease(event.id, "", event.requester, IMAGE, found, now))
     s.send(event.requester, Fetched(event.id, s.settings.name, found, s.generation, tail=event.tail))

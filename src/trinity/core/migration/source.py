@@ -136,6 +136,7 @@ def _offer(s: State, state: RequestState, target: str, kind: str, parts: tuple[P
         route=state.route,
         generation=s.generation,
         epoch=s.settings.epoch,
+        target_epoch=s.router.peers[target].epoch,
         **told,
     )
 

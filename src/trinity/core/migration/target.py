@@ -31,6 +31,8 @@ from trinity.core.migration.remote_features import ask_holder, finish_fetch, pul
 
 def handle_offer(s: State, event: Offer, now: float) -> None:
     """Take in an offered request (step 1). It waits for blocks here, first in first out among migrations."""
+    if s.settings.is_other_life(event.target_epoch):
+        return
     work = replace(event.work, request=event.id) if event.moves else event.work
     route, told = (*event.route, s.settings.name), list(event.tokens)
     state = RequestState(work, now, route=route, incoming=IncomingTransfer(event, now), stored_tokens=told)

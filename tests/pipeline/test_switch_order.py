@@ -1,0 +1,132 @@
+"""Which switches make one placement of another, and in which order: held against every order there is."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from itertools import permutations
+
+import pytest
+
+from trinity.errors import ConfigError, PlacementError, UnknownName
+from trinity.instance import Instance, list_instances
+from trinity.pipeline.switch_order import (
+    RoleChange,
+    check_switch,
+    describe_instances,
+    order_switches,
+    switch_instances,
+)
+from trinity.placement import Placement
+
+ROLES = ["E", "P", "D", "EP", "ED", "PD", "EPD"]
+
+
+def order(now: str, wanted: str) -> list[tuple[str, str]]:
+    return [(each.name, each.roles) for each in order_switches(list_instances(now), Placement.parse(wanted))]
+
+
+def lacks(instances: list[Instance], changes: list[RoleChange], needed: str) -> bool:
+    """Walk the switches: is a stage without an instance during one of them?"""
+    roles = {each.name: each.roles for each in instances}
+    for name, new in changes:
+        others = "".join(each for other, each in roles.items() if other != name)
+        if not set(needed) <= set(others):
+            return True
+        roles[name] = new
+    return False
+
+
+def random_instances(draw: random.Random, count: int) -> list[Instance]:
+    while True:
+        made = [Instance(draw.choice(ROLES), f"x{number}") for number in range(count)]
+        if {"E", "P", "D"} <= {letter for each in made for letter in each.roles}:
+            return made
+
+
+def test_the_shift_of_the_paper_takes_three_switches() -> None:
+    """EPDServe's table 6: 5E1P2D to 2E1P5D."""
+    found = order("5E1P2D", "2E1P5D")
+    assert len(found) == 3
+    assert {roles for _, roles in found} == {"D"}
+    assert {name[0] for name, _ in found} == {"E"}
+
+
+@pytest.mark.parametrize("seed", range(300))
+def test_it_is_the_wanted_placement_with_the_fewest_switches_and_lacks_nothing_where_that_can_be(seed: int) -> None:
+    draw = random.Random(seed)
+    count = draw.randrange(2, 6)
+    now, later = random_instances(draw, count), random_instances(draw, count)
+    changes = order_switches(now, describe_instances(later))
+    after = now
+    for change in changes:
+        after = switch_instances(after, change)
+    wanted = Counter(each.roles for each in later)
+    assert Counter(each.roles for each in after) == wanted
+    assert len(changes) == sum((Counter(each.roles for each in now) - wanted).values())
+    if lacks(now, changes, "EPD"):
+        assert all(lacks(now, list(each), "EPD") for each in permutations(changes))
+
+
+def test_a_large_one_is_ordered_in_no_time() -> None:
+    changes = order("24E16P24D", "8EP8ED16E16P16PD")
+    assert len(changes) == 8 + 8 + 16
+    assert not lacks(list_instances("24E16P24D"), [RoleChange(*each) for each in changes], "EPD")
+
+
+def test_an_instance_becomes_only_what_it_may() -> None:
+    now = [Instance("E", "a", may="EP"), Instance("E", "b", may="ED"), Instance("P", "c"), Instance("D", "d")]
+    assert order_switches(now, Placement.parse("1E1P2D")) == [RoleChange("b", "D")]
+    assert order_switches(now, Placement.parse("1E2P1D")) == [RoleChange("a", "P")]
+    fixed = [Instance(role, name, may=role) for role, name in zip("EEPD", "abcd", strict=True)]
+    with pytest.raises(PlacementError, match=r"cannot be made of what a, b, c, d may be \(Instance.may\)"):
+        order_switches(fixed, Placement.parse("1E1P2D"))
+
+
+def test_capabilities_are_shared_out_so_that_all_fit() -> None:
+    """The first that could become either has to leave one of them to the other."""
+    now = [Instance("E", "a"), Instance("E", "b", may="ED"), Instance("P", "c"), Instance("D", "d", may="D")]
+    assert set(order_switches(now, Placement.parse("2P2D"))) == {("a", "P"), ("b", "D")}
+
+
+@pytest.mark.parametrize("wanted", ["1E1P1D", "2E2P2D"])
+def test_another_number_of_instances_is_refused(wanted: str) -> None:
+    with pytest.raises(PlacementError, match="and 4 run: give one of as many"):
+        order("2E1P1D", wanted)
+
+
+def test_the_same_placement_takes_nothing() -> None:
+    assert order("2E1P1D", "1P2E1D") == []
+
+
+@pytest.mark.parametrize(
+    ("name", "roles", "error", "said"),
+    [
+        ("X", "D", UnknownName, "unknown instance 'X'; known: D0, E0, E1, P0"),
+        ("E1", "E", PlacementError, "has the roles E already"),
+        ("E1", "Q", PlacementError, "unknown stage Q"),
+        ("E1", "", PlacementError, "letters of E, P, D"),
+        ("P0", "E", PlacementError, "no instance would have stage P once P0 is E; switch another one to it first"),
+        ("D0", "EP", PlacementError, "no instance would have stage D once D0 is EP"),
+    ],
+)
+def test_a_switch_that_cannot_be_is_refused(name: str, roles: str, error: type[Exception], said: str) -> None:
+    with pytest.raises(error) as told:
+        check_switch(list_instances("2E1P1D"), name, roles)
+    assert said in str(told.value)
+
+
+def test_a_switch_beyond_the_capability_is_refused() -> None:
+    with pytest.raises(PlacementError, match=r"may have the roles EP, and not D \(Instance.may\)"):
+        check_switch([Instance("E", "a", may="PE"), *list_instances("1E1P1D")], "a", "D")
+
+
+@pytest.mark.parametrize("may", ["P", "X", ""])
+def test_a_capability_without_the_roles_is_refused(may: str) -> None:
+    with pytest.raises(ConfigError):
+        Instance("E", may=may)
+
+
+def test_instances_are_described_in_the_order_of_their_stages() -> None:
+    made = [Instance("D", "a"), Instance("E", "b"), Instance("PD", "c"), Instance("D", "d"), Instance("P", "e")]
+    assert str(describe_instances(made)) == "1E1PD1P2D"
