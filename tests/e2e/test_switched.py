@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import pytest
+from PIL import Image
 
 import trinity
 from e2e.test_recovered import PHOTOS, greedy, wanted
@@ -88,11 +89,16 @@ async def test_every_pair_of_roles_in_threads(one: str, other: str, drain_s: flo
         assert [each.token_ids for each in outputs[3:]] == [each.token_ids for each in alone]
         assert (done.name, done.former, done.roles) == (f"{one}1", one, other)
         assert str(pipe.placement) == "".join(f"{1 + (letter == other)}{letter}" for letter in "EPD")
-        more = [*greedy(), *greedy(), *(Request("<image>?", images=[photo], max_tokens=4) for photo in PHOTOS)]
+        more = [*greedy(), *greedy(), *(Request("<image>?", images=[each], max_tokens=4) for each in unseen())]
         again = await asyncio.wait_for(asyncio.gather(*map(pipe.complete, more)), LIVENESS_S)
         assert [each.token_ids for each in again[:6]] == wanted() * 2
         assert pipe.hosts[f"{one}1"].steps, "it serves in its new role"
         assert {title.split()[0] for title in switches_of(pipe)} == {"drain", "become"}
+
+
+def unseen() -> list[Image.Image]:
+    """Images that no cache has."""
+    return [Image.new("RGB", (64, 64), (20 * number, 0, 0)) for number in range(6)]
 
 
 def switches_of(pipe: Pipeline) -> list[str]:
