@@ -100,7 +100,7 @@ async def test_a_peer_that_is_gone_fails_the_request_by_name() -> None:
         await good_ones(pipe)
         await transport.aclose()
         with pytest.raises(MigrationError) as caught:
-            await pipe.complete(Case("Something new", max_tokens=4).request())
+            await pipe.complete(Case("Something new", max_tokens=40).request())
         assert type(caught.value.__cause__) is PeerLost
 
 

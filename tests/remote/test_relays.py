@@ -283,7 +283,7 @@ async def test_tokens_rewritten_on_the_way_are_not_served(caplog: pytest.LogCapt
                 instance = Instance("EPD", address=str(address), pools={"image": 64, "kv": 64})
                 terms = ProcessConfig(secret=SECRET)
                 async with Pipeline(model, [instance], hosting="process", processes=terms, cache=CacheConfig()) as pipe:
-                    with pytest.raises(RequestError, match="was lost"):
+                    with pytest.raises(RequestError, match="instances died while they had this request"):
                         async with asyncio.timeout(LIVENESS_S):
                             await pipe.complete(EmulatedRequest(text_tokens=9, max_tokens=8))
         finally:

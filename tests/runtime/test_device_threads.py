@@ -229,6 +229,7 @@ THREADS: dict[tuple[str, str], Any] = {
     ("memory/weight_shelf.py", "self._listen"): NONE,
     ("memory/weight_shelf.py", "self._serve"): NONE,
     ("pipeline/pipeline.py", "loader.load_instances"): loading,
+    ("pipeline/placement_changes.py", "loader.load_instances"): loading,
     ("pipeline/pipeline.py", "loader.profile_copies"): loading,
     ("pipeline/pipeline.py", "self._load_processor"): NONE,
     ("pipeline/live_plan.py", "_plan_on_rows"): NONE,
