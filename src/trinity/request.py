@@ -222,7 +222,7 @@ class Output(msgspec.Struct, kw_only=True):
     - ``attempts``: how often it was sent to its first stage: once, and again after each loss or preemption elsewhere.
     - ``lives``: how often it was begun: 1, and 1 more for each loss that it survived. ``former_lives``: how those
       ended, each with ``why``, ``tokens`` that were out, ``seconds``, ``route`` and ``spans``.
-    - ``recomputed_tokens`` (tokens): positions of prompt and output that were prefilled because of these losses.
+    - ``recomputed_tokens`` (tokens): positions of prompt and output that were prefilled again because of these losses.
     - ``logprobs``, ``top_logprobs``: of each token, and (id, log-probability) of the most likely ones in its place, if
       ``Sampling.logprobs`` is set. It is -inf for tokens that could not be taken.
     - ``emulated``: stages waited in place of computing, so that tokens mean nothing and times are a cost model's.

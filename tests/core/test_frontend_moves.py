@@ -100,13 +100,13 @@ def test_the_targets_death_before_the_source_speaks_ends_nothing() -> None:
 
 def test_the_targets_death_behind_the_move_is_recovered() -> None:
     forget = [f"{name}: forget r" for name in ("E0", "P0", "D0", "D1")]
-    said((PeerDown("D1"), [*forget, "E0: submit r~1.1"]), before=AT_D1)
+    said((PeerDown("D1"), [*forget, "P0: submit r~1.1"]), before=AT_D1)
 
 
 def test_the_sources_death_is_a_loss_while_it_has_tokens_that_are_not_out() -> None:
     """What the target has sent waits for them."""
     forget = [f"{name}: forget r" for name in ("E0", "P0", "D0", "D1")]
-    said((emit("r", 0, (3, 8)), []), (PeerDown("D0"), [*forget, "E0: submit r~1.1"]), before=AT_D1)
+    said((emit("r", 0, (3, 8)), []), (PeerDown("D0"), [*forget, "P0: submit r~1.1"]), before=AT_D1)
     said((emit("r", 0, (2, 7)), ["deliver r#2=7"]), (PeerDown("D0"), []), before=AT_D1)
 
 

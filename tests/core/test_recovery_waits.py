@@ -52,7 +52,7 @@ def test_a_lost_request_waits_where_nobody_else_has_its_stage() -> None:
     assert brief(core.handle(PeerDown("D0"), 1.0)) == LEFT[:-1]
     assert brief(core.handle(PeerDown("E0"), 1.5)) == []
     assert brief(core.handle(replace(peer_up("D0"), epoch=1), 2.0)) == [], "and where its first stage is away"
-    assert brief(core.handle(replace(peer_up("E0"), epoch=1), 3.0)) == ["E0: submit r~1.1"]
+    assert brief(core.handle(replace(peer_up("E0"), epoch=1), 3.0)) == ["P0: submit r~1.1"]
 
 
 def test_the_last_token_needs_no_decode() -> None:

@@ -45,7 +45,7 @@ AT_D0: list[Row] = [
     (TO_D0, []),
     (emit("r", 0, (1, 6)), ["deliver r#1=6"]),
 ]
-LEFT = ["E0: forget r", "P0: forget r", "D0: forget r", "E0: submit r~1.1"]
+LEFT = ["E0: forget r", "P0: forget r", "D0: forget r", "P0: submit r~1.1"]  # P0 has the prompt cached
 
 
 def end_of(out: list[Value]) -> End:

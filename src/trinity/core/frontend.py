@@ -22,7 +22,15 @@ from trinity.core.frontend_events import Abort as Abort
 from trinity.core.frontend_events import Deliver as Deliver
 from trinity.core.frontend_events import End as End
 from trinity.core.frontend_events import MoveRequest, Prepared
-from trinity.core.frontend_losses import end_of_loss, find_death, find_loss, is_planned, refuse_poison, whom_to_cancel
+from trinity.core.frontend_losses import (
+    end_of_loss,
+    find_death,
+    find_loss,
+    is_planned,
+    may_be_prefilled,
+    refuse_poison,
+    whom_to_cancel,
+)
 from trinity.core.frontend_moves import begin_move, drop_move, note_moved, refuse_move
 from trinity.core.frontend_request import (
     FrontendRequest,
@@ -334,7 +342,7 @@ class FrontendCore(FrontendStarts):
         self.preparations.leave(entry.id)
         attempted = entry.past.route if entry.past is not None else ()  # by this life, before it was preempted
         self._forget(work.request, work.attempt, (entry.first, *finished.route, *entry.route, *attempted))
-        entry.end_life(finished, now)
+        entry.end_life(finished, now, may_be_prefilled(entry, finished, self.router))
         name = name_life(entry.id, work.number, work.attempt + 1)
         self.lives[name] = self.lives.pop(work.request)
         entry.next_attempt(now, name)

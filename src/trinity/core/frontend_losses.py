@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trinity.core.frontend_request import Death, FrontendRequest, Life
-from trinity.core.messages import Failure, Finished
+from trinity.core.messages import KV, Failure, Finished
 from trinity.core.routing import Router
 
 
@@ -60,6 +60,18 @@ def find_death(entry: FrontendRequest, finished: Finished, router: Router) -> De
         return None
     peer = router.lost.get(life.name) or router.peers.get(life.name)
     return Death(life, peer.roles if peer is not None else "", entry.delivered, False)
+
+
+def may_be_prefilled(entry: FrontendRequest, finished: Finished, router: Router) -> bool:
+    """True where a life that a loss ends may have come to its prefill. One that was at encoders alone has not.
+
+    Of one whose instance with stage P died before a token was out nobody knows: what it may have done counts as done.
+    """
+    why = finished.failure.fields if finished.failure is not None else {}
+    if entry.delivered or "prefill" in finished.spans or why.get("kind") == KV:
+        return True
+    known = [router.peers.get(life.name) or router.lost.get(life.name) for life in entry.hops.values()]
+    return entry.lost is not None and any("P" in peer.roles for peer in known if peer is not None)
 
 
 def refuse_poison(entry: FrontendRequest) -> Failure:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from trinity.core.frontend_events import MoveEnd, MoveRequest
 from trinity.core.frontend_request import FrontendRequest, Life
 from trinity.core.messages import Failure, Move, Moved, NotMoved, Send, Value
+from trinity.core.resumption import Prefilled
 from trinity.core.routing import Router
 
 
@@ -52,6 +53,8 @@ def note_moved(entry: FrontendRequest, event: Moved) -> list[Value]:
         source = entry.hops[event.hop - 1] = Life(event.source, event.source_epoch)
         owing = [each for each in entry.senders if entry.delivered < each[1]]
         entry.senders = [*owing, (source, event.start or entry.base + 1)]
+        if not event.start:
+            entry.prefilled = Prefilled(*source, len(entry.work.prompt) + entry.base)
     if not event.start or event.to != entry.moving:
         return []
     entry.moving = ""

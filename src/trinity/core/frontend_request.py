@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from trinity.core.failure_policy import FailurePolicy
 from trinity.core.frontend_events import FormerLife
 from trinity.core.messages import NOWHERE, PREEMPTED, Failure, Finished, Sampled, Work
+from trinity.core.resumption import Prefilled
 
 PASSED_TOKENS = 8  # more than its reader had: past what the lost instance was at, which may have been ahead of that
 ROUNDING_S = 1e-3  # of sums of pauses: one that is short of its wait by less has waited
@@ -53,6 +54,9 @@ class FrontendRequest:
     - ``left``: lives of instances that it was at last in the life before, where no death explained the end of that.
     - ``deaths``: of instances that had it; the last ``row`` of them without its getting through between. ``died_at``:
       clock time of the last one.
+    - ``prefilled``: where its text was prefilled last, for an instance with D: it may still be cached there.
+      ``blamed``: the instance of which another said, as it ended the life before, that it is lost; "" for none.
+    - ``was_prefilled``: in a life that was lost, as far as is known.
     - ``recomputing``: positions to prefill because a former life was lost; ``recomputed``: of lives that have ended.
     """
 
@@ -80,6 +84,9 @@ class FrontendRequest:
     began: float = 0.0  # clock time at which this life was sent
     recoveries: int = 0
     former: tuple[FormerLife, ...] = ()
+    prefilled: Prefilled | None = None
+    blamed: str = ""
+    was_prefilled: bool = False
     recomputing: int = 0
     recomputed: int = 0
     waits: bool = False
@@ -208,7 +215,7 @@ class FrontendRequest:
         self.finished = self.lost = None
         self.senders.clear()
         self.base, self.waits, self.retry_at, self.gives_up_at = self.delivered, False, inf, inf
-        self.recomputing = len(self.work.prompt) + self.delivered if self.former else 0
+        self.recomputing = len(self.work.prompt) + self.delivered if self.was_prefilled else 0
 
     def wait(self, now: float, retry_at: float, wait_s: float | None) -> None:
         """Note that it is at no instance, for ``wait_s`` at most, and what is left of its former life is not awaited.
@@ -223,10 +230,16 @@ class FrontendRequest:
         self.senders.clear()
         self.inputs = () if self.dropped and self.work.attempt else self.inputs
 
-    def end_life(self, finished: Finished, now: float) -> None:
-        """Note how a loss ended a life of it. Tokens that came ahead of a missing one will come again."""
+    def end_life(self, finished: Finished, now: float, prefilled: bool) -> None:
+        """Note how a loss ended a life of it, and whether its prefill may have begun there.
+
+        Tokens that came ahead of a missing one will come again.
+        """
         self.count_recomputed(finished)
+        fields = finished.failure.fields if finished.failure is not None else {}
         why = finished.failure.message if finished.failure is not None else ""
+        self.blamed = fields.get("source", "") if fields.get("cause") == "PeerLost" else ""
+        self.was_prefilled = self.was_prefilled or prefilled
         route = finished.route or self.route
         alone = bool(self.deaths) and self.deaths[-1].alone and self.died_at == now
         self.former += (FormerLife(why, self.delivered, now - self.began, route, finished.spans, alone),)

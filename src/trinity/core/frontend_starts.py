@@ -18,6 +18,7 @@ from trinity.core.frontend_events import Prepare, Prepared
 from trinity.core.frontend_request import FrontendRequest, Life
 from trinity.core.isolation import EMPTY_POLL_S, Isolation, stages_of
 from trinity.core.messages import Failure, Send, Submit, Value
+from trinity.core.resumption import find_cached
 from trinity.core.routing import BadChoice, Router, RoutingPolicy
 from trinity.core.spread import send_spread
 from trinity.core.turns import Turns
@@ -123,7 +124,7 @@ class FrontendStarts(ABC):
 
     def _send(self, entry: FrontendRequest, now: float) -> Failure | None:
         try:
-            first = self.router.enter(entry.work)
+            first = self._find_cached(entry) or self.router.enter(entry.work)
         except BadChoice as choice:
             return Failure("StageError", str(choice))
         assert first is not None
@@ -133,6 +134,11 @@ class FrontendStarts(ABC):
         entry.enter(life, now)
         entry.inputs = () if entry.dropped else entry.inputs
         return None
+
+    def _find_cached(self, entry: FrontendRequest) -> str | None:
+        """Find who has most of a request that goes on, and need not compute it again."""
+        again = bool(entry.former) and not entry.work.encode_only
+        return find_cached(self.router, entry.work, entry.tokens, entry.prefilled, entry.blamed) if again else None
 
     def _wait(self, entry: FrontendRequest, now: float, pause_s: float = inf) -> None:
         """Let it wait until an instance comes up, or for so long."""

@@ -248,7 +248,7 @@ class Router:
     def enter(self, work: Work) -> str | None:
         """Name of the instance for the first stage: E where there are media, unless they need not be encoded."""
         if work.media and not work.encode_only and getattr(self.policy, "straight", False):
-            having = [peer for peer in self.trusted(self.fitting("P", work)) if self._has_media(peer, work)]
+            having = [peer for peer in self.trusted(self.fitting("P", work)) if self.has_media(peer, work)]
             if having and not any("E" in peer.roles for peer in having):
                 return self._chosen("P", work, having)
         return self.choose("E" if work.media else "P", work)
@@ -294,12 +294,13 @@ class Router:
         Counts those of this stage and of the stages that follow on the same instance.
         """
         stages = {letter} if work.encode_only else _stages_here(letter, peer.roles)
-        spared = self._prefix_tokens(peer, work) if stages & {"P", "D"} else 0
+        spared = self.cached_prefix(peer, work, work.prompt) if stages & {"P", "D"} else 0
         if stages & {"E", "P"}:
             spared += sum(span.tokens for span in work.media if self._has_span(peer, span))
         return spared
 
-    def _has_media(self, peer: PeerUp, work: Work) -> bool:
+    def has_media(self, peer: PeerUp, work: Work) -> bool:
+        """True where an instance has reported the features of all media of a request."""
         return all(self._has_span(peer, span) for span in work.media)
 
     def _has_span(self, peer: PeerUp, span: MediaSpan) -> bool:
@@ -312,12 +313,13 @@ class Router:
         having = [peer for peer in reported if self._has_span(peer, span)]
         return min(having, key=lambda peer: ("P" not in peer.roles, peer.name)).name if having else ""
 
-    def _prefix_tokens(self, peer: PeerUp, work: Work) -> int:
+    def cached_prefix(self, peer: PeerUp, work: Work, text: Sequence[int]) -> int:
+        """Count the positions of a request's text, its prompt or more, that an instance has reported as cached."""
         known = self.digest(peer.name, KV)
         if not known:
             return 0
         hits = 0
-        for key in prefix_keys(work.prompt, work.media, peer.kv_block_size, work.salt):
+        for key in prefix_keys(text, work.media, peer.kv_block_size, work.salt):
             if key[:DIGEST] not in known:
                 break
             hits += 1
