@@ -260,6 +260,29 @@ def test_a_row_of_a_trace_becomes_a_request() -> None:
     assert [(span.width, span.height, span.tokens) for span in spans] == [(56, 28, 6), (1, 1, 6)]
 
 
+def test_an_image_of_several_tiles_is_cut_into_strips() -> None:
+    model = msgspec.structs.replace(MODEL, shape=msgspec.structs.replace(SHAPE, tile_tokens=4))
+    asked = EmulatedRequest(image_tokens=(18, 4, 5), contents=("cat", "dog", "owl"))
+
+    def spans(strips: int) -> list[tuple[int, int, str, int]]:
+        media = EmulatedProcessor(model, strips=strips).process(asked).work.media
+        return [(span.offset, span.tokens, span.content, span.strip) for span in media]
+
+    assert spans(1) == [(0, 18, "cat:18", 0), (18, 4, "dog:4", 0), (22, 5, "owl:5", 0)]
+    assert spans(3) == [
+        (0, 4, "cat:18/0-1", 0),
+        (4, 8, "cat:18/1-3", 1),
+        (12, 6, "cat:18/3-5", 2),
+        (18, 4, "dog:4", 0),
+        (22, 4, "owl:5/0-1", 0),
+        (26, 1, "owl:5/1-2", 1),
+    ]
+    assert [each[1] for each in spans(9)[:5]] == [4, 4, 4, 4, 2]
+    assert EmulatedProcessor(MODEL, strips=3).process(asked).work.media[0].tokens == 18, "no tiles, no strips"
+    with pytest.raises(ConfigError):
+        msgspec.structs.replace(SHAPE, tile_tokens=-1).__post_init__()
+
+
 @pytest.mark.parametrize(
     ("request_", "error"),
     [

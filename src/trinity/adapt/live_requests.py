@@ -84,7 +84,7 @@ def iter_running(streams: Sequence[RunningRequest], now: float) -> Iterator[Trac
                 text_length=len(work.prompt) - media,
                 output_length=stream.token_count,
                 max_tokens=work.max_tokens,
-                images=[TraceImage(tokens=span.tokens, content=span.content) for span in work.media],
+                images=[TraceImage(tokens=span.tokens, content=span.content) for span in work.given_media],
                 finish_reason=RUNNING,
                 latency_s=max(0.0, now - stream.arrived_at),
             )

@@ -68,7 +68,10 @@ class PrefillView(NamedTuple):
 
 
 class EncodeView(NamedTuple):
-    """A request in its encode stage: (item, visual tokens) left. ``blocks``: image blocks to reserve first."""
+    """A request in its encode stage: (item, visual tokens) left. ``blocks``: image blocks to reserve first.
+
+    An item of no tokens is in the step of the one before it, whose count includes it: strips of one image.
+    """
 
     request: str
     items: tuple[tuple[int, int], ...]
@@ -190,7 +193,7 @@ def _whole(prefill: PrefillView, length: int, forced: bool) -> int:
 def _add_items(batch: Batch, room: _Room, encode: EncodeView) -> bool:
     chosen: list[int] = []
     for item, tokens in encode.items:
-        if not room.media_fits(tokens):
+        if tokens and not room.media_fits(tokens):
             break
         room.media_tokens += tokens
         chosen.append(item)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from trinity.request import DEFAULT_MAX_TOKENS
 from trinity.request import ENCODED as ENCODED
@@ -27,7 +29,8 @@ class MediaSpan(Value, frozen=True):
     tokens besides its placeholders). ``content`` identifies the features: content hash, processor fingerprint
     and size parameters. ``atomic``: a chunk or prefix hit must not cut it (bidirectional attention inside).
     ``meta`` is what the model needs for positions, such as ``{"image_grid_thw": [1, 8, 12]}``. ``width`` and ``height``
-    are the image's own, in pixels, for traces; 0 where there are none.
+    are the image's own, in pixels, for traces; 0 where there are none. ``strip``: its place among the strips of one
+    image that is encoded in several, each an item of its own; 0 for the first and for an image in one.
     """
 
     kind: str
@@ -39,10 +42,22 @@ class MediaSpan(Value, frozen=True):
     meta: dict[str, Any] = {}
     width: int = 0
     height: int = 0
+    strip: int = 0
 
     @property
     def end(self) -> int:
         return self.offset + self.length
+
+
+def join_strips(media: Sequence[MediaSpan]) -> tuple[MediaSpan, ...]:
+    """Join the strips of each image to one span, named by the first of them: the images that a reader has given."""
+    joined: list[MediaSpan] = []
+    for span in media:
+        if span.strip and joined:
+            whole = joined.pop()
+            span = replace(whole, tokens=whole.tokens + span.tokens, length=span.end - whole.offset)
+        joined.append(span)
+    return tuple(joined)
 
 
 class ResolvedSampling(Value, frozen=True, kw_only=True, omit_defaults=True):
@@ -118,6 +133,11 @@ class Work(Value, frozen=True, kw_only=True):
     salt: str = ""
     encode_only: bool = False
     alone: str = ""
+
+    @property
+    def given_media(self) -> tuple[MediaSpan, ...]:
+        """Its media as its reader gave them: the strips of an image are one."""
+        return join_strips(self.media)
 
     def is_alone_at(self, roles: str) -> bool:
         """True where it runs alone on an instance with these roles."""

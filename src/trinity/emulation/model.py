@@ -45,6 +45,7 @@ class EmulatedShape(msgspec.Struct, frozen=True, kw_only=True):
     image_width (elements, 0): width of a row of the image cache; 0 for a model of text alone.
     image_tokens (visual tokens, 576): rows of an image; with ``image_pixels``, their maximum.
     image_pixels (pixels, 0): edge of the square that becomes one row; 0 gives every image ``image_tokens`` rows.
+    tile_tokens (visual tokens, 0): rows of a tile; several encoders may share the tiles of an image. 0: it is in one.
     vocabulary (tokens, 32000): size of the vocabulary, at least 16.
     context (tokens, 4096): longest sequence.
     """
@@ -58,6 +59,7 @@ class EmulatedShape(msgspec.Struct, frozen=True, kw_only=True):
     image_width: int = 0
     image_tokens: int = 576
     image_pixels: int = 0
+    tile_tokens: int = 0
     vocabulary: int = 32_000
     context: int = 4096
 
@@ -67,7 +69,7 @@ class EmulatedShape(msgspec.Struct, frozen=True, kw_only=True):
         counts |= {"dtype_bytes": self.dtype_bytes, "image_tokens": self.image_tokens, "context": self.context - 1}
         counts["kv_dtype_bytes"] = self.dtype_bytes if self.kv_dtype_bytes is None else self.kv_dtype_bytes
         wrong = [name for name, count in counts.items() if count < 1]
-        if wrong or self.image_width < 0 or self.image_pixels < 0 or self.vocabulary < 16:
+        if wrong or min(self.image_width, self.image_pixels, self.tile_tokens) < 0 or self.vocabulary < 16:
             raise ConfigError(
                 f"{self!r}: sizes of a model must be at least 1 (a vocabulary 16); check {', '.join(wrong)}"
             )

@@ -12,6 +12,7 @@ from trinity.errors import BadMedia, ClosedError, RequestError, RequestTooLarge,
 from trinity.preprocess.generation_config import resolve_sampling
 from trinity.preprocess.media_limits import MediaLimits
 from trinity.preprocess.processor import ProcessedRequest, RequestProcessor
+from trinity.preprocess.strips import share_evenly
 from trinity.request import Request, check_request
 from trinity.simulation.workload import HASH_TOKENS
 
@@ -31,8 +32,8 @@ class EmulatedTokenizer:
 class EmulatedProcessor(RequestProcessor):
     """Processor of an emulated model's ``EmulatedRequest``s; nothing here blocks."""
 
-    def __init__(self, model: EmulatedModel, *, limits: MediaLimits | None = None) -> None:
-        self.model, self.limits = model, limits or MediaLimits()
+    def __init__(self, model: EmulatedModel, *, limits: MediaLimits | None = None, strips: int = 1) -> None:
+        self.model, self.limits, self.strips = model, limits or MediaLimits(), strips
         self._closed = False
         self.model_type = f"emulated {model.shape.name}"
         self.context_length = model.shape.context
@@ -60,7 +61,7 @@ class EmulatedProcessor(RequestProcessor):
         work = Work(
             request=request.request_id,
             prompt=self._prompt(request, sum(images)),
-            media=_spans(request, images),
+            media=_spans(request, images, self.model.shape.tile_tokens, self.strips),
             max_tokens=min(wanted, room),
             sampling=resolve_sampling(sampling, seed=0),
             stop_ids=frozenset(request.sampling.stop_token_ids),
@@ -104,12 +105,17 @@ class EmulatedProcessor(RequestProcessor):
         return (PLACEHOLDER,) * visual + tuple(text[: request.text_tokens])
 
 
-def _spans(request: EmulatedRequest, images: Sequence[int]) -> tuple[MediaSpan, ...]:
+def _spans(request: EmulatedRequest, images: Sequence[int], tile: int, most: int) -> tuple[MediaSpan, ...]:
+    """List the strips of all images; each image is one where it has no tiles."""
     spans: list[MediaSpan] = []
     offset = 0
     for at, (count, asked) in enumerate(zip(images, request.image_tokens, strict=True)):
         name = request.contents[at] if request.contents else f"{request.request_id}.{at}"
         width, height = asked if isinstance(asked, Sequence) else (0, 0)
-        spans.append(MediaSpan("image", count, offset, count, f"{name}:{count}", width=width, height=height))
-        offset += count
+        ranges = share_evenly(-(-count // tile), most) if tile else [(0, 1)]
+        for strip, (first, end) in enumerate(ranges):
+            content = f"{name}:{count}" + (f"/{first}-{end}" if len(ranges) > 1 else "")
+            rows = min(end * tile, count) - first * tile if tile else count
+            spans.append(MediaSpan("image", rows, offset, rows, content, False, {}, width, height, strip))
+            offset += rows
     return tuple(spans)

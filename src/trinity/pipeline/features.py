@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -81,11 +82,12 @@ class FeatureStream(Stream):
         if event.reason == ENCODED and not self.done:
             assert self.processed is not None
             rows = event.finished.rows if event.finished is not None else ()
-            wrong = _find_wrong_rows(self.processed.work.media, rows)
+            media = self.processed.work.media
+            wrong = _find_wrong_rows(media, rows)
             if wrong:
                 event = msgspec.structs.replace(event, reason="error", failure=Failure("StageError", wrong))
             else:
-                self._rows = rows
+                self._rows = _join_rows(media, rows)
         super().end(event)
 
     async def collect_features(self) -> Features:
@@ -108,6 +110,16 @@ def _find_wrong_rows(media: Sequence[MediaSpan], rows: tuple[Any, ...]) -> str:
     """Say what is wrong with what an instance sent; "" for nothing. It came over a wire, or from anyone's stage."""
     counts, wanted = [_count_rows(each) for each in rows], [span.tokens for span in media]
     return "" if counts == wanted else f"the encode stage gave features of {counts} rows for media of {wanted}"
+
+
+def _join_rows(media: Sequence[MediaSpan], rows: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Put the strips of an image together again."""
+    if not any(span.strip for span in media):
+        return rows
+    import torch
+
+    firsts = [item for item, span in enumerate(media) if not span.strip]
+    return tuple(torch.cat(rows[first:end]) for first, end in pairwise([*firsts, len(media)]))
 
 
 def _count_rows(rows: Any) -> int:

@@ -182,7 +182,7 @@ def _describe_instances(pipe: Pipeline, streams: Iterable[Stream]) -> tuple[Live
 
 
 def _describe_request(stream: Stream, now: float) -> LiveRequest:
-    media = len(stream.processed.work.media) if stream.processed else 0
+    media = len(stream.processed.work.given_media) if stream.processed else 0
     return LiveRequest(stream.request.request_id, stream.place, media, stream.token_count, now - stream.arrived)
 
 

@@ -129,7 +129,7 @@ class Pipeline(PlacementChanges):
         self.instances = name_instances(make_instances(placement, options, limited=bool(rules or budgets)))
         rules, routing = choose_rules_and_routing(placement, rules, routing)
         self.placement = Placement.of(each.group for each in self.instances)
-        self.slo, self.routing, self._processing = slo, routing, (limits, ignore_generation_config)
+        self.slo, self.routing, self._processing = slo, routing, (limits, ignore_generation_config, spread)
         self.hosting = supervisor.check_hosting(hosting, self.instances, processes)
         self.connector = make_connector(connector, verify, hosting)
         self._process_config, self._secret = processes, supervisor.resolve_secret(self.instances, processes.secret)

@@ -363,7 +363,7 @@ def record_refused(stream: Stream, error: RequestError, metrics: Metrics) -> Non
 def make_trace_row(stream: Stream) -> dict[str, Any]:
     """Make the trace row of a request that has ended."""
     output, work = stream.output, stream.processed.work if stream.processed else None
-    media = work.media if work else ()
+    media = work.given_media if work else ()
     return {
         "timestamp": max(0.0, stream.arrived_at * 1000),  # a wall clock may stand before 1970
         "request_id": output.request_id,

@@ -40,26 +40,29 @@ class ImageText(msgspec.Struct, frozen=True, kw_only=True):
     - ``marker`` ("{token}"): text of one image; ``{token}`` stands for the processor's own image token.
     - ``atomic`` (False): attention is bidirectional inside an image, so that no chunk of a prefill may cut it.
     - ``pooled_rows`` (""): field of the config that counts the rows to which the model's class pools an image.
+    - ``tiles`` (""): how its processor lays out the tiles of an image, a name in ``strips.LAYOUTS``; "" where features
+      of a part of an image depend on the rest of it, or nobody has said.
     """
 
     marker: str = "{token}"
     atomic: bool = False
     pooled_rows: str = ""
+    tiles: str = ""
 
 
 _QWEN = ImageText(marker="<|vision_start|>{token}<|vision_end|>")
 IMAGE_TEXT: dict[str, ImageText] = {
     "gemma3": ImageText(atomic=True, pooled_rows="mm_tokens_per_image"),
-    "idefics3": ImageText(),
-    "internvl": ImageText(),
+    "idefics3": ImageText(tiles="second axis"),
+    "internvl": ImageText(tiles="first axis"),
     "llava": ImageText(),
-    "llava_next": ImageText(),
-    "llava_onevision": ImageText(),
-    "minicpmv4_6": ImageText(),
+    "llava_next": ImageText(tiles="grid"),
+    "llava_onevision": ImageText(tiles="grid"),
+    "minicpmv4_6": ImageText(tiles="patches"),
     "qwen2_vl": _QWEN,
     "qwen2_5_vl": _QWEN,
     "qwen3_vl": _QWEN,
-    "smolvlm": ImageText(),
+    "smolvlm": ImageText(tiles="second axis"),
 }
 """Markup by transformers' ``model_type``. Add a model where ``<image>`` stands for more than the processor's token."""
 
@@ -78,6 +81,7 @@ class LoadedProcessor(msgspec.Struct, frozen=True):
     - ``atomic`` (False): as in ``ImageText``.
     - ``pools_images`` (False): the class pools an image to one row, its embedding.
     - ``special_ids`` ({}): ids of special tokens by their text, which outputs do not show.
+    - ``tiles`` (""): as in ``ImageText``.
     """
 
     config: Any
@@ -91,6 +95,7 @@ class LoadedProcessor(msgspec.Struct, frozen=True):
     atomic: bool = False
     pools_images: bool = False
     special_ids: dict[str, int] = {}
+    tiles: str = ""
 
 
 def load_tokenizer_and_processor(model_dir: Path, ignore: Collection[str] | bool = ()) -> LoadedProcessor:
@@ -132,6 +137,7 @@ def load_tokenizer_and_processor(model_dir: Path, ignore: Collection[str] | bool
         atomic=text.atomic,
         pools_images=bool(text.pooled_rows) and getattr(config, text.pooled_rows, None) == 1,
         special_ids=special_ids,
+        tiles=text.tiles,
     )
 
 

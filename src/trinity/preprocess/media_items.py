@@ -47,6 +47,7 @@ class MediaItem(msgspec.Struct, frozen=True):
     - ``content``: digest of pixels and processor, the key of the image cache.
     - ``meta``: inputs of the position computation, by name.
     - ``width``, ``height`` (pixels, 0): size of the image that was read.
+    - ``strip`` (0): its place among the strips of one image; see ``strips.cut_item``.
     """
 
     kind: str
@@ -57,6 +58,7 @@ class MediaItem(msgspec.Struct, frozen=True):
     meta: dict[str, Any]
     width: int = 0
     height: int = 0
+    strip: int = 0
 
 
 class ItemReader:

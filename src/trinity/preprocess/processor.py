@@ -33,6 +33,7 @@ from trinity.preprocess.prompt_problem import PromptProblem
 from trinity.preprocess.prompt_reader import PromptReader
 from trinity.preprocess.prompt_tokens import PromptTokenizer
 from trinity.preprocess.sampling_door import SamplingDoor
+from trinity.preprocess.strips import cut_items
 from trinity.preprocess.url_fetch import UrlFetcher, is_url
 from trinity.request import Media, Request, Sampling, check_request
 
@@ -83,6 +84,7 @@ class RequestProcessor:
     - ``limits`` (``MediaLimits()``): limits on media and prompts.
     - ``threads`` (threads, 2): requests or images that are processed at a time.
     - ``ignore_generation_config`` (()): fields of the generation config that are not followed; True: all.
+    - ``strips`` (1): items that an image becomes at most, where its tiles are encoded each by itself.
 
     Attributes:
 
@@ -109,8 +111,9 @@ class RequestProcessor:
         limits: MediaLimits | None = None,
         threads: int = 2,
         ignore_generation_config: Collection[str] | bool = (),
+        strips: int = 1,
     ) -> None:
-        self.limits = limits or MediaLimits()
+        self.limits, self.strips = limits or MediaLimits(), strips
         self._loaded: LoadedProcessor = load_tokenizer_and_processor(Path(model_dir), ignore_generation_config)
         self._reader = ItemReader(self._loaded, self.limits)
         self._fetcher = UrlFetcher(self.limits)
@@ -288,13 +291,16 @@ class RequestProcessor:
                 f"context of {self.context_length} (prompt limit {limit}); shorten it or give fewer or smaller images",
                 request.request_id,
             )
+        where, loaded = self._find_placeholders(request, ids, items), self._loaded
+        if loaded.tiles and self.strips > 1:
+            items = cut_items(items, where, self.strips, loaded.tiles, loaded.config)
         wanted, room = self.defaults.max_tokens(request, len(ids)), self.context_length - len(ids)
         sampling = self._complete_sampling(request, len(ids))
         ends, named = self._stop_ids(sampling)
         work = Work(
             request=request.request_id,
             prompt=ids,
-            media=self._find_spans(request, ids, items),
+            media=self._find_spans(where, items, request.cache_salt),
             max_tokens=min(wanted, room),
             sampling=resolve_sampling(sampling, secrets.randbits(63)),
             stop_ids=ends | named,
@@ -321,7 +327,7 @@ class RequestProcessor:
             text = f"the prompt cannot be tokenized ({describe_error(exc)})"
             raise RequestError(text, parsed.request.request_id) from exc
 
-    def _find_spans(self, request: Request, ids: Sequence[int], items: Sequence[MediaItem]) -> tuple[MediaSpan, ...]:
+    def _find_placeholders(self, request: Request, ids: Sequence[int], items: Sequence[MediaItem]) -> list[int]:
         where = [position for position, token in enumerate(ids) if token in self.media_token_ids]
         expected = sum(item.tokens for item in items)
         if len(where) != expected:
@@ -330,10 +336,13 @@ class RequestProcessor:
                 "remove special tokens from its text"
             )
             raise BadMedia(message, request.request_id)
+        return where
+
+    def _find_spans(self, where: Sequence[int], items: Sequence[MediaItem], salt: str) -> tuple[MediaSpan, ...]:
         spans, used = [], 0
         for item in items:
             first, last = where[used], where[used + item.tokens - 1]
-            spans.append(self._make_span(item, first, last + 1 - first, request.cache_salt))
+            spans.append(self._make_span(item, first, last + 1 - first, salt))
             used += item.tokens
         return tuple(spans)
 
@@ -348,6 +357,7 @@ class RequestProcessor:
             meta=item.meta,
             width=item.width,
             height=item.height,
+            strip=item.strip,
         )
 
     def _stop_ids(self, sampling: Sampling) -> tuple[frozenset[int], frozenset[int]]:

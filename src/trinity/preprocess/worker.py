@@ -38,6 +38,7 @@ class WorkerSetup(msgspec.Struct, frozen=True):
     - ``model_type``: the model's; ``markup`` is its entry in ``IMAGE_TEXT`` (None: it has none), and ``registered``
       whether the parent's program registered an adapter for it.
     - ``fingerprint``: of the parent's own processor.
+    - ``strips``: its argument of that name.
     """
 
     model_dir: str
@@ -47,15 +48,15 @@ class WorkerSetup(msgspec.Struct, frozen=True):
     markup: loader.ImageText | None
     registered: bool
     fingerprint: str
+    strips: int
 
     @staticmethod
     def of(processor: RequestProcessor, model_dir: str, ignore: Collection[str] | bool) -> WorkerSetup:
         """Describe the parent's processor."""
         kind = processor.model_type
         markup, registered = loader.IMAGE_TEXT.get(kind), kind in model_types.registered
-        return WorkerSetup(
-            model_dir, processor.limits, ignore, kind, markup, registered, processor_fingerprint(processor)
-        )
+        own = (processor_fingerprint(processor), processor.strips)
+        return WorkerSetup(model_dir, processor.limits, ignore, kind, markup, registered, *own)
 
 
 def processor_fingerprint(processor: RequestProcessor) -> str:
@@ -123,7 +124,7 @@ def _load(connection: Connection, name: str, setup: WorkerSetup) -> RequestProce
             loader.IMAGE_TEXT[setup.model_type] = setup.markup
         else:
             loader.IMAGE_TEXT.pop(setup.model_type, None)
-        given = {"limits": setup.limits, "ignore_generation_config": setup.ignore}
+        given = {"limits": setup.limits, "ignore_generation_config": setup.ignore, "strips": setup.strips}
         processor = RequestProcessor(setup.model_dir, **given)  # type: ignore[arg-type]
         _compare(processor, setup)
     except BaseException as error:

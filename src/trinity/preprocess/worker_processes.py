@@ -206,11 +206,15 @@ class KillableProcessor(RequestProcessor):
     """
 
     def __init__(
-        self, model_dir: str | Path, *, limits: MediaLimits, ignore_generation_config: Collection[str] | bool = ()
+        self,
+        model_dir: str | Path,
+        *,
+        limits: MediaLimits,
+        ignore_generation_config: Collection[str] | bool = (),
+        strips: int = 1,
     ) -> None:
-        super().__init__(
-            model_dir, limits=limits, threads=limits.processes, ignore_generation_config=ignore_generation_config
-        )
+        own = {"threads": limits.processes, "strips": strips}
+        super().__init__(model_dir, limits=limits, ignore_generation_config=ignore_generation_config, **own)
         setup = WorkerSetup.of(self, str(Path(model_dir).absolute()), ignore_generation_config)
         self._workers = [WorkerProcess(setup) for _ in range(limits.processes)]
         self._restarts = ThreadPoolExecutor(limits.processes, thread_name_prefix="trinity-worker-start")

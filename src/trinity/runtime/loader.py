@@ -120,16 +120,17 @@ def make_processor(
     model: Path | EmulatedModel,
     limits: MediaLimits | None = None,
     ignore: Collection[str] | bool = (),
+    strips: int = 1,
     *,
     here: bool = True,
 ) -> RequestProcessor:
     """Make the model's request processor; ``here``: its instances are in this process. Blocks: run it on a thread."""
     if isinstance(model, EmulatedModel):
-        return EmulatedProcessor(model, limits=limits)
+        return EmulatedProcessor(model, limits=limits, strips=strips)
     if limits is not None and limits.processes:
-        made: RequestProcessor = KillableProcessor(model, limits=limits, ignore_generation_config=ignore)
+        made: RequestProcessor = KillableProcessor(model, limits=limits, ignore_generation_config=ignore, strips=strips)
     else:
-        made = RequestProcessor(model, limits=limits, ignore_generation_config=ignore)
+        made = RequestProcessor(model, limits=limits, ignore_generation_config=ignore, strips=strips)
     made.sampling_door.registered = here
     return made
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from msgspec.structs import replace
 
 from support.core_tables import Row, brief, done, emptied, image_offer, kv_offer, make_core, table, work
-from trinity.core.messages import Cancel, Commit, Pulled, Ready, Release, Submit
-from trinity.core.scheduler import BatchRules, Order
+from trinity.core.messages import Cancel, Commit, Pulled, Ready, Release, Submit, Work
+from trinity.core.scheduler import BatchRules, EncodeView, Order, View, schedule
 from trinity.testing.checks import check_state
 
 
@@ -271,3 +272,39 @@ def test_what_nobody_was_admitted_for_may_be_evicted() -> None:
 def test_a_drained_core_is_idle() -> None:
     core = make_core("EPD0")
     emptied(core)
+
+
+def striped(request: str, *strips: int) -> Work:
+    """A request of four visual tokens an item; ``strips``: each item's place in its image."""
+    made = work(request, *(f"{request}{number}*4" for number in range(len(strips))), 1)
+    return replace(made, media=tuple(replace(span, strip=at) for span, at in zip(made.media, strips, strict=True)))
+
+
+def test_strips_of_an_image_are_encoded_in_one_step_where_one_image_fits() -> None:
+    rules = BatchRules(token_budget=64, image_budget=1)
+    core = make_core("E0", image=16, peers="P0", rules=rules)
+    first = core.handle(Submit(striped("r", 0, 1, 2, 0, 1, 0)), 0)
+    assert brief(first) == ["step 1 joint: encode r.0 into 0, encode r.1 into 1, encode r.2 into 2"]
+    ready = ["P0: offer E0:1 image of r [0][1][2][3][4][5] by way of E0", "P0: ready E0:1 0,1,2"]
+    assert brief(core.handle(done(1), 1)) == [*ready, "step 2 joint: encode r.3 into 3, encode r.4 into 4"]
+    assert brief(core.handle(done(2), 2))[-1] == "step 3 joint: encode r.5 into 5"
+
+
+def test_a_strip_that_is_here_leaves_the_others_of_its_image_in_one_step() -> None:
+    """Whichever of them is cached, helped with or encoded for another request: the rest is counted at its first."""
+    rules = BatchRules(token_budget=64, image_budget=1)
+    core = make_core("E0", image=16, peers="P0 E1", rules=rules)
+    core.handle(Submit(striped("r", 0, 1, 2, 3), helpers=("E1", "", "E1", "")), 0)
+    assert brief(core.handle(done(1), 1)) == ["E1: cancel r~0+0"], "both of its own were in the first step"
+    other = make_core("E0", image=16, peers="P0", rules=rules)
+    assert brief(other.handle(Submit(striped("r", 1)), 0)) == ["step 1 joint: encode r.0 into 0"], "as a helper has it"
+
+
+def test_an_item_of_no_tokens_is_in_the_step_of_the_one_before_it() -> None:
+    def encodes(budget: int, *tokens: int) -> list[tuple[str, tuple[int, ...]]]:
+        view = View(new_encodes=[EncodeView("a", tuple(enumerate(tokens)))], free_media=9)
+        return schedule(view, BatchRules(token_budget=64, image_budget=budget)).encodes
+
+    assert encodes(1, 12, 0, 0, 8, 0) == [("a", (0, 1, 2))]
+    assert encodes(19, 12, 0, 8, 0) == [("a", (0, 1))]
+    assert encodes(20, 12, 0, 8, 0) == [("a", (0, 1, 2, 3))]

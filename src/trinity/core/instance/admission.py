@@ -100,7 +100,7 @@ class Candidates:
                 elif slot.span.content not in s.pending:
                     items += [(item, slot.span.tokens)] if not slot.helper else []
                     need += len(slot.keys)
-            yield EncodeView(request, tuple(items), need)
+            yield EncodeView(request, _by_image(s.requests[request], items), need)
 
     def _pin(self, request: str, kind: str, hits: tuple[int, ...], new: int) -> int:
         """Hold the hits during this schedule. Returns the blocks that the reservation takes from those available."""
@@ -148,7 +148,20 @@ def own_items(s: State, state: RequestState) -> tuple[tuple[int, int], ...]:
         idle = pending is not None and not pending.in_step and not slot.ready and not slot.helper
         if idle and pending and pending.providers[0] == (request, item):
             owned.append((item, slot.span.tokens))
-    return tuple(owned)
+    return _by_image(state, owned)
+
+
+def _by_image(state: RequestState, items: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+    """Count the tokens of an image's strips at the first of them: those that are encoded here are in one step."""
+    counted: list[tuple[int, int]] = []
+    firsts: dict[int, int] = {}  # place of that strip, by where its image begins
+    for item, tokens in items:
+        first = firsts.setdefault(item - state.media[item].span.strip, len(counted))
+        if first < len(counted):
+            counted[first] = (counted[first][0], counted[first][1] + tokens)
+            tokens = 0
+        counted.append((item, tokens))
+    return tuple(counted)
 
 
 def _admit_encode(s: State, request: str, now: float) -> RequestState:

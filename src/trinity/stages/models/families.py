@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from trinity.errors import StageError
+from trinity.preprocess.strips import GRID_CROP
 from trinity.stages.models.base import MediaInputs, ModelAdapter, group_alike, join_inputs
 
 
@@ -23,12 +27,72 @@ class Llava(ModelAdapter):
 
 
 class TiledLlava(Llava):
-    """LLaVA-NeXT and LLaVA-OneVision: ``pixel_values`` is [1, tiles, 3, H, W]; the model drops padding tiles itself."""
+    """LLaVA-NeXT and LLaVA-OneVision: ``pixel_values`` is [1, tiles, 3, H, W]; the model drops padding tiles itself.
+
+    A strip of an image has ``GRID_CROP`` [1, 5]: whether its first tile is the whole image, tiles of a row, the first
+    line of patches that shows the image, the number of such lines, and the columns of patches to drop on either side.
+    """
+
+    def encode(self, model: Any, kind: str, items: Sequence[MediaInputs], counts: Sequence[int]) -> list[Tensor]:
+        strips = [number for number, item in enumerate(items) if GRID_CROP in item]
+        whole = [number for number in range(len(items)) if number not in strips]
+        made = super().encode(model, kind, [items[i] for i in whole], [counts[i] for i in whole]) if whole else []
+        found = dict(zip(whole, made, strict=True))
+        for side in {items[number]["pixel_values"].shape[-2:] for number in strips}:
+            some = [number for number in strips if items[number]["pixel_values"].shape[-2:] == side]
+            found.update(zip(some, self._encode_strips(model.base_model, [items[i] for i in some]), strict=True))
+        return [_counted(found[number], kind, count) for number, count in enumerate(counts)]
+
+    def _encode_strips(self, model: Any, items: Sequence[MediaInputs]) -> list[Tensor]:
+        """Compute features of strips, as ``get_image_features`` and ``pack_image_features`` of the model do."""
+        tiles = self._encode_tiles(model, torch.cat([item["pixel_values"][0] for item in items]))
+        parts = torch.split(tiles, [item["pixel_values"].shape[1] for item in items])
+        return [_crop(part, item[GRID_CROP][0], model.image_newline) for part, item in zip(parts, items, strict=True)]
+
+    def _encode_tiles(self, model: Any, pixels: Tensor) -> Tensor:
+        """Compute features [tiles, patches, hidden] of tiles [tiles, 3, H, W]."""
+        layers = self.config.vision_feature_layer
+        states = model.vision_tower(pixels, return_dict=True, output_hidden_states=layers if _can_select() else True)
+        chosen = [states.hidden_states[layer] for layer in ([layers] if isinstance(layers, int) else layers)]
+        rows = torch.cat(chosen, dim=-1)
+        if self.config.vision_feature_select_strategy == "default":
+            rows = rows[:, 1:]
+        features: Tensor = model.multi_modal_projector(rows)
+        return features
 
     def collate(self, items: Sequence[MediaInputs]) -> Iterator[tuple[list[int], dict[str, Tensor]]]:
         for chosen in group_alike(items, lambda name, value: value.shape[2:] if name == "pixel_values" else ()):
             most = max(items[i]["pixel_values"].shape[1] for i in chosen)
             yield chosen, join_inputs([_padded(items[i], most) for i in chosen])
+
+
+@cache
+def _can_select() -> bool:
+    """Tell if towers of this transformers keep only the hidden states that are asked for."""
+    try:
+        from transformers.utils.output_capturing import select_hidden_states  # noqa: F401
+    except ImportError:
+        return False
+    return True
+
+
+def _crop(tiles: Tensor, crop: Tensor, newline: Tensor) -> Tensor:
+    """Lay a strip's tiles out as rows of patches, drop what shows no image, and end each line with ``newline``."""
+    overview, columns, begins, lines, left = crop.tolist()
+    if len(tiles) == overview:
+        return tiles[0]
+    side = math.isqrt(tiles.shape[1])
+    grid = tiles[overview:].reshape(-1, columns, side, side, tiles.shape[-1]).transpose(1, 2)
+    grid = grid.reshape(-1, columns * side, tiles.shape[-1])[begins : begins + lines, left : columns * side - left]
+    ends = newline.to(grid).expand(len(grid), 1, -1)
+    rows = torch.cat((grid, ends), dim=1).flatten(0, 1)
+    return torch.cat((tiles[0], rows)) if overview else rows
+
+
+def _counted(rows: Tensor, kind: str, count: int) -> Tensor:
+    if len(rows) != count:
+        raise StageError(f"the model gives {len(rows)} {kind} features for {count} placeholders", stage="E")
+    return rows
 
 
 def _padded(item: MediaInputs, tiles: int) -> dict[str, Tensor]:
