@@ -1,20 +1,23 @@
-"""placement="auto": starts as N x EPD, records, plans in the background and tells; nothing is moved."""
+"""placement="auto": starts as N x EPD, records, plans in the background, tells, and may apply the plan."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 import pytest
 
+from trinity.adapt.apply_guard import has_same_roles
 from trinity.adapt.auto import AUTO_CACHE_BYTES, AutoPlanner, resolve_auto_placement
 from trinity.costs.emulated_cost import LinearCost
 from trinity.costs.model_shape import MODELS
 from trinity.costs.step_cost import DEVICES, CostTables, Roofline
 from trinity.emulation.model import LLAVA_15_7B, EmulatedModel, EmulatedRequest, EmulatedShape
-from trinity.errors import ConfigError, TraceError
+from trinity.errors import ChangeRefused, ClosedError, ConfigError, PlacementError, TraceError, TrinityError
 from trinity.memory.cache_config import CacheConfig
 from trinity.pipeline import Pipeline
 from trinity.traces.trace import SLO, Trace, TraceImage, TraceRow
@@ -34,10 +37,19 @@ def rows(count: int) -> list[TraceRow]:
 
 
 class Recorded:
-    """A pipeline as Auto sees it."""
+    """A pipeline as Auto sees it; ``answers``: what each apply raises; None: it is done; ...: it never ends."""
 
-    def __init__(self, count: int, cost: Any = H100) -> None:
+    def __init__(self, count: int, cost: Any = H100, answers: Iterable[Any] = ()) -> None:
         self.trace, self.cost, self.profiled = Trace(rows(count)), cost, 0
+        self.answers, self.applied = iter(answers), list[Any]()
+
+    async def apply(self, placement: Any, /) -> None:
+        self.applied.append(placement)
+        answer = next(self.answers)
+        if answer is ...:
+            await asyncio.Event().wait()
+        if answer is not None:
+            raise answer
 
     async def profile(self) -> CostTables:
         self.profiled += 1
@@ -45,8 +57,8 @@ class Recorded:
         return CostTables.from_samples({1: found}, model="llava", device="cpu", dtype="float32")
 
 
-def auto(requests: int = 120, instances: int = 2) -> AutoPlanner:
-    made = AutoPlanner(ROOF, instances, LOOSE, 60 << 30)
+def auto(requests: int = 120, instances: int = 2, apply: bool = False) -> AutoPlanner:
+    made = AutoPlanner(ROOF, instances, LOOSE, 60 << 30, apply)
     made.requests, made.every_s = requests, 0.01
     return made
 
@@ -127,6 +139,7 @@ async def test_closed_while_it_waits_or_plans_it_plans_no_more() -> None:
         ({"slo": None}, "plans for an SLO"),
         ({"instances": None}, "needs instances="),
         ({"instances": 0}, "instances is a whole number of at least 1"),
+        ({"apply": 1}, "apply is True or False"),
     ],
 )
 def test_what_is_missing_is_said(options: dict[str, Any], said: str) -> None:
@@ -148,6 +161,11 @@ def test_any_other_placement_is_left_as_it_is() -> None:
     assert resolve_auto_placement(QUICK, ["x"], 3, None, None) == (None, ["x"])
 
 
+def test_a_plan_that_is_never_made_cannot_be_applied() -> None:
+    with pytest.raises(ConfigError, match=r'apply=True applies the plan of placement="auto"'):
+        Pipeline(QUICK, "2EPD", apply=True)
+
+
 async def test_a_pipeline_starts_with_general_instances_serves_and_plans() -> None:
     pipe = Pipeline(QUICK, "auto", instances=2, slo=LOOSE, cache=CacheConfig(pools={"image": 8, "kv": 256}))
     assert (pipe.placement.method, pipe.placement.size) == ("EPD", 2)
@@ -160,3 +178,94 @@ async def test_a_pipeline_starts_with_general_instances_serves_and_plans() -> No
         assert len(pipe.trace) == 5
     assert pipe.auto.error is not None  # five requests are too few to draw others from
     assert "From 5 requests no others can be drawn" in str(pipe.auto.error)
+
+
+# ---------------------------------------------------------------- apply=True
+
+
+def planned(placement: str = "1EP1D", met: bool = True) -> Any:
+    return SimpleNamespace(placement=placement, met=met, explain=lambda: f"run {placement}")
+
+
+async def applying(answers: Iterable[Any], plan: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[AutoPlanner, Recorded]:
+    """An AutoPlanner that has made this plan, on a pipeline with these answers."""
+    made, pipe = auto(apply=True), Recorded(120, answers=answers)
+    monkeypatch.setattr(made, "plan_on", lambda *_: plan)
+    await made.begin(pipe)
+    return made, pipe
+
+
+async def test_the_plan_is_applied_once_the_pipeline_can_be_changed(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    caplog.set_level(logging.INFO, logger="trinity")
+    plan, away = planned(), ChangeRefused("an instance is away (D0 is down)")
+    made, pipe = await applying([away, away, None], plan, monkeypatch)
+    await asyncio.wait_for(made.done.wait(), 60)
+    assert (made.applied, made.error, pipe.applied) == (True, None, [plan] * 3)
+    assert caplog.text.count("the plan for 1EP1D waits: an instance is away (D0 is down)") == 1
+    await made.aclose()
+
+
+@pytest.mark.parametrize("plan", [planned("2EPD"), planned("1EP1D", met=False)])
+async def test_a_plan_that_betters_nothing_is_not_applied(plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, pipe = await applying([], plan, monkeypatch)
+    await asyncio.wait_for(made.done.wait(), 60)
+    assert (made.applied, made.error, pipe.applied) == (False, None, [])
+    await made.aclose()
+
+
+@pytest.mark.parametrize("wrong", [PlacementError("not of these"), ZeroDivisionError("of trinity")])
+async def test_a_plan_that_cannot_be_applied_is_told_and_kept(
+    wrong: Exception, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, pipe = await applying([wrong], planned(), monkeypatch)
+    await asyncio.wait_for(made.done.wait(), 60)
+    assert (made.applied, len(pipe.applied)) == (False, 1)
+    assert isinstance(made.error, TrinityError)
+    assert made.plan is not None
+    assert str(wrong) in str(made.error)
+    assert str(wrong) in caplog.text
+    await made.aclose()
+
+
+@pytest.mark.parametrize("answer", [..., ClosedError("the pipeline is closed")])
+async def test_closed_while_it_applies_it_ends(answer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, pipe = await applying([answer], planned(), monkeypatch)
+    async with asyncio.timeout(60):
+        while not pipe.applied:
+            await asyncio.sleep(0.01)
+        await made.aclose()
+    assert (made.applied, made.error) == (False, None)
+
+
+async def test_while_it_waits_for_an_instance_it_ends_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, pipe = await applying([ChangeRefused("away")] * 9, planned(), monkeypatch)
+    made.every_s = 60.0
+    async with asyncio.timeout(60):
+        while not pipe.applied:
+            await asyncio.sleep(0.01)
+        await made.aclose()
+    assert (made.applied, len(pipe.applied)) == (False, 1)
+
+
+@pytest.mark.parametrize("apply", [True, False])
+async def test_a_pipeline_becomes_what_its_plan_says(apply: bool) -> None:
+    """Between two tokens there is no time for a prompt: three general instances are not to stay so."""
+    tight, cache = SLO(ttft=0.3, tbt=0.008), CacheConfig(pools={"image": 8, "kv": 256})
+    async with Pipeline(ROOF, "auto", instances=3, slo=tight, cache=cache, apply=apply) as pipe:
+        assert pipe.auto is not None
+        pipe.auto.requests, pipe.auto.every_s = 120, 0.01
+        for row in rows(120):
+            pipe.trace.append(msgspec.structs.replace(row, output_length=20))
+        asked = EmulatedRequest(text_tokens=8, image_tokens=(576,), max_tokens=3)
+        async with asyncio.timeout(60):
+            while pipe.auto.plan is None:  # what is served until then would be planned for too
+                await asyncio.sleep(0.01)
+        while not pipe.auto.done.is_set():
+            assert len((await asyncio.wait_for(pipe.complete(asked), 60)).token_ids) == 3
+        assert (pipe.auto.applied, pipe.auto.error) == (apply, None)
+        assert not has_same_roles(pipe.auto.plan.placement, "3EPD")
+        assert has_same_roles(str(pipe.placement), pipe.auto.plan.placement if apply else "3EPD")
+        output = await asyncio.wait_for(pipe.complete(asked), 60)
+        assert (len(output.route) > 1) == apply

@@ -326,6 +326,49 @@ def test_what_was_applied_is_the_present_placement() -> None:
     assert replanner.propose(Plan("1P2D")) is None
 
 
+def test_a_plan_is_made_again_on_what_came_since_whatever_the_cooldown() -> None:
+    replanner = redeploy_at(cooldown_s=600, requests=500)
+    replanner.plan_again()
+    assert due(replanner, steady(0, 300)) == []  # no plan ever was
+    assert due(replanner, steady(300, 420, out=21))
+    replanner.plan_again()  # while one is made
+    assert due(replanner, steady(420, 440, out=21)) == []
+    first = replanner.propose(Plan("1P2D"))
+    assert due(replanner, steady(440, 460, out=21)) == []
+    replanner.plan_again()
+    assert len(due(replanner, steady(460, 480, out=21))) == 1
+    again = replanner.propose(Plan("1P2D"))
+    assert first is not None
+    assert again is not None
+    assert again.shift == first.shift
+    assert again.requests > first.requests
+
+
+def test_a_newer_shift_is_planned_for_in_place_of_the_one_before() -> None:
+    replanner = redeploy_at(cooldown_s=6000)
+    assert due(replanner, [*steady(0, 300), *steady(300, 420, out=21)])
+    assert replanner.propose(Plan("1P2D")) is not None
+    assert due(replanner, [*steady(420, 720, out=21), *steady(720, 840, out=41)]) == []
+    replanner.plan_again()
+    assert due(replanner, steady(840, 842, out=41))
+    proposal = replanner.propose(Plan("1P2D"))
+    assert proposal is not None
+    assert proposal.shift.since_s == 720
+
+
+def test_a_plan_beside_a_placement_that_is_gone_is_made_again() -> None:
+    replanner = redeploy_at()
+    assert due(replanner, [*steady(0, 300), *steady(300, 420, out=21)])
+    replanner.set_placement("2P1D")  # somebody's, while the plan was made
+    assert replanner.propose(Plan("1P2D")) is None
+    assert due(replanner, steady(420, 421, out=21))
+    answer = Plan("1P2D")
+    answer.candidates[-1].placement = "2P1D"
+    proposal = replanner.propose(answer)
+    assert proposal is not None
+    assert (proposal.instead_of, proposal.shift.since_s) == ("2P1D", 300)
+
+
 def test_a_planner_that_fails_is_told_of_and_asked_again() -> None:
     replanner = redeploy_at()
     assert due(replanner, [*steady(0, 300), *steady(300, 420, out=21)])
@@ -342,6 +385,9 @@ def test_plans_that_nobody_asked_for_and_bad_settings() -> None:
     for wrong in ({"cooldown_s": -1}, {"cooldown_s": math.nan}, {"least": 0}, {"least": 30, "requests": 20}):
         with pytest.raises(ConfigError, match="cooldown_s"):
             redeploy_at(**wrong)
+    for least_gain in (0.99, math.nan, math.inf):
+        with pytest.raises(ConfigError, match="least_gain must be at least 1"):
+            redeploy_at(least_gain=least_gain)
 
 
 def test_rows_of_more_than_an_hour_ago_are_let_go() -> None:

@@ -11,6 +11,7 @@ import pytest
 from benchmarks.planning.watch import BOUND, QWEN, hour
 from support.live_rows import iter_live_rows
 from trinity import traces
+from trinity.adapt.apply_guard import ApplyGuard
 from trinity.adapt.drift import DriftDetector
 from trinity.adapt.replanner import Replanner
 from trinity.costs.demand import Demand
@@ -76,6 +77,11 @@ def test_the_proposal_serves_the_true_traffic_nearly_as_well_as_the_best(seed: i
     proposal = replanner.propose(planner().plan(seen, PRESENT))
     assert proposal is not None
     assert proposal.gain > 1.5
+    guard = ApplyGuard()
+    assert guard.offer(proposal, replanner.watch.now) is None
+    decision = guard.look(replanner.watch.now, PRESENT)
+    assert decision is not None
+    assert decision.verdict == "applies"
     truth = planner().plan(Trace(true), proposal.placement)
     best = truth.best.score
     assert best is not None

@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.planning.watch import BOUND, QWEN, calm_alarms, hour, hourly, in_bursts
 from trinity import traces
+from trinity.adapt.apply_guard import ApplyGuard
 from trinity.adapt.drift import DriftDetector
 from trinity.adapt.replanner import Proposal, Replanner
 from trinity.planner import HybridPlanner, SearchConfig
@@ -71,17 +72,23 @@ def longer(row: TraceRow, factor: float) -> TraceRow:
     return msgspec.structs.replace(row, output_length=max(1, round(factor * row.output_length)))
 
 
-def applied(rows: Trace, present: str) -> tuple[list[Proposal], Replanner]:
-    """Watch with the planner that serves; each proposal is what runs from then on."""
+def applied(rows: Trace, present: str) -> tuple[list[Proposal], Replanner, ApplyGuard]:
+    """Watch with the planner that serves; what the guard applies is what runs from then on. All proposals, too."""
     planner = HybridPlanner(QWEN, BOUND, cluster=CLUSTER, search=SearchConfig(seeds=0))
-    replanner, found = Replanner(DriftDetector(hourly()), present), []
+    replanner, guard, found = Replanner(DriftDetector(hourly()), present), ApplyGuard(), []
     for row in rows:
         if (seen := replanner.feed(row)) is not None:
             proposal = replanner.propose(planner.plan(seen, replanner.placement))
             if proposal is not None:
                 found.append(proposal)
-                replanner.set_placement(proposal.placement)
-    return found, replanner
+                guard.offer(proposal, replanner.watch.now)
+        made = guard.look(replanner.watch.now, replanner.placement)
+        if made is not None and made.verdict == "applies":
+            replanner.set_placement(made.proposal.placement)
+            guard.succeed(replanner.watch.now)
+        elif made is not None and made.verdict == "planned again":
+            replanner.plan_again()
+    return found, replanner, guard
 
 
 @pytest.mark.parametrize(
@@ -93,12 +100,16 @@ def applied(rows: Trace, present: str) -> tuple[list[Proposal], Replanner]:
     ],
 )
 def test_a_sine_of_ten_minutes_applies_at_most_one(kind: str, seconds: float, seed: int) -> None:
-    """Its shifts are found and planned for. Of a rate no plan gains anything; of outputs those for a swing do not."""
+    """Its shifts are found and planned for. Of a rate no plan gains anything; of outputs those for a swing do not.
+
+    That alone leaves one proposal at most, which the guard applies: it has nothing to hold back.
+    """
     if compiled_engine.why_unavailable():
         pytest.skip(compiled_engine.why_unavailable())
-    found, replanner = applied(swinging(kind, seconds, seed), "2E4P2D")
+    found, replanner, guard = applied(swinging(kind, seconds, seed), "2E4P2D")
     assert len(replanner.shifts) >= 2
     assert len(found) <= 1
+    assert [each.verdict for each in guard.decisions] == ["applies", "applied"] * len(found)
 
 
 def test_two_calm_hours_have_no_shift() -> None:

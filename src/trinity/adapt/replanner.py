@@ -85,6 +85,15 @@ def measure_gain(plan: PlanResult, present: str) -> float:
     )
 
 
+class _Planning(NamedTuple):
+    """Plan that is being made: for which shift, since when (s) requests count, how many, and beside which placement."""
+
+    shift: DemandShift
+    since_s: float
+    requests: int
+    placement: str
+
+
 class _Level(NamedTuple):
     """Demand (stage seconds a second) that lasted from ``since_s`` until ``until_s`` (s)."""
 
@@ -127,7 +136,7 @@ class Replanner:
         not to keep up); fewer are resampled (``traces.resample``), and so are
         more than four times as many.
     least (requests, 50): fewest requests since a shift to plan on.
-    least_gain (factor, 1.1): proposals that gain less are dropped.
+    least_gain (factor, 1.1): proposals that gain less are dropped; at least 1.
     seed (0): seed of resampling.
 
     Raises ``ConfigError`` for values out of range.
@@ -148,6 +157,10 @@ class Replanner:
             raise ConfigError(
                 f"cooldown_s must be at least 0 and least between 1 and requests, got {cooldown_s}, {least}, {requests}"
             )
+        if not 1 <= least_gain < math.inf:
+            raise ConfigError(
+                f"least_gain must be at least 1, the score of what runs, got {least_gain}: 1.1 asks for 10 %"
+            )
         self.watch, self.placement = watch, str(Placement.parse(placement))
         self.cooldown_s, self.requests, self.least, self.seed = cooldown_s, requests, least, seed
         self.least_gain = least_gain
@@ -155,7 +168,8 @@ class Replanner:
         self.error: TrinityError | None = None
         self._levels: deque[_Level] = deque(maxlen=100)
         self._pending: tuple[DemandShift, float] | None = None  # to plan for, and since when (s)
-        self._planning: tuple[DemandShift, int] | None = None
+        self._planning: _Planning | None = None
+        self._planned: _Planning | None = None  # the last one
         self._quiet_until = -math.inf
 
     def feed(self, row: TraceRow, at_s: float | None = None) -> Trace | None:
@@ -183,16 +197,20 @@ class Replanner:
         if self.watch.book.count_since(since_s) < self.least:
             return None
         seen = self.watch.book.expected_since(since_s)
-        self._planning, self._pending = (shift, len(seen)), None
+        self._planning, self._pending = _Planning(shift, since_s, len(seen), self.placement), None
         count = max(self.requests, min(len(seen), 4 * self.requests))
         return seen if len(seen) == count else resample(seen, count, seed=self.seed)
 
     def propose(self, plan: PlanResult) -> Proposal | None:
         """Turn the plan for the last trace into a proposal; None where the placement stays or the gain is too small.
 
-        Raises ``ConfigError`` where the plan has no score of the present placement.
+        None as well where another placement has come to run since the trace was returned: the plan did not evaluate
+        that one, and is made again. Raises ``ConfigError`` where the plan has no score of the present placement.
         """
-        shift, requests = self._end_planning()
+        made = self._end_planning()
+        if made.placement != self.placement:
+            self.plan_again()
+            return None
         if not plan.met or plan.best.placement == self.placement:
             return None
         gain = measure_gain(plan, self.placement)
@@ -203,8 +221,8 @@ class Replanner:
             at_s=self.watch.now,
             placement=plan.best.placement,
             instead_of=self.placement,
-            shift=shift,
-            requests=requests,
+            shift=made.shift,
+            requests=made.requests,
             plan=plan,
             gain=gain,
         )
@@ -218,8 +236,17 @@ class Replanner:
         """Record that another placement runs now."""
         self.placement = str(Placement.parse(placement))
 
-    def _end_planning(self) -> tuple[DemandShift, int]:
+    def plan_again(self) -> None:
+        """Have the next ``feed`` ask again for the last plan, on the requests that have come since; no cool-down holds.
+
+        Where a newer shift waits, the plan is for that. Nothing happens while a plan is made, or if none ever was.
+        """
+        if self._planning is None and self._planned is not None:
+            self._quiet_until = -math.inf
+            self._pending = self._pending or (self._planned.shift, self._planned.since_s)
+
+    def _end_planning(self) -> _Planning:
         if self._planning is None:
             raise ConfigError("no plan is due: give feed() rows until it returns a trace to plan on")
-        done, self._planning = self._planning, None
-        return done
+        self._planned, self._planning = self._planning, None
+        return self._planned

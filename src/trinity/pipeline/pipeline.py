@@ -59,14 +59,13 @@ class Pipeline(PlacementChanges):
 
     - ``model``: a directory, a hub id (cached, or fetched if ``download`` (False)), "shapes", or ``EmulatedModel``.
     - ``placement`` ("EPD"): "1EP1D", "2ED1P", "1E3P4D", ..., a ``Plan`` (its best placement), a list of ``Instance``,
-      or "auto": ``instances`` of EPD, recorded traffic, and a plan of it in ``pipe.auto``, which is not applied.
-    - ``instances`` (count, None): how many to start with under "auto".
+      or "auto": ``instances`` of EPD, recorded traffic, and a plan of it in ``pipe.auto``.
+    - ``instances`` (count, None), ``apply`` (False): how many to start with under "auto"; True applies the plan.
     - ``hosting`` ("thread"): "thread" runs instances in this process, "process" each in a process of its own.
     - ``processes`` (None): ``ProcessConfig``, the shared secret and the longest silence of such a process.
     - ``connector`` (None): transport of blocks, a name, a ``Transport``, a ``Connector``, or these by kind of block,
       such as ``{"image": "shm", "kv": "nixl"}``; "inproc" for threads and "auto" for processes.
-    - ``verify`` (None): blocks compared with the source's digests on arrival, "always", "network" or "never"; as the
-      connector has it, else "network".
+    - ``verify`` (None): digests of blocks are compared, "always", "network", "never"; the connector's or "network".
     - ``transfers`` (None): ``TransferPolicy``, when blocks start to move.
     - ``slo`` (seconds, None): TTFT and TBT bounds; the budgets of Algorithm 1 are profiled at start to keep them.
     - ``budgets`` (None): ``StepBudgets`` by hand. With neither, a step takes 2,048 tokens and one image.
@@ -120,12 +119,13 @@ class Pipeline(PlacementChanges):
         transfers: TransferPolicy | None = None,
         processes: supervisor.ProcessConfig | None = None,
         instances: Whole | None = None,
+        apply: bool = False,
         download: bool = False,
         **options: Unpack[InstanceOptions],
     ) -> None:
         cache, processes = cache or CacheConfig(), processes or supervisor.ProcessConfig()
         source = self.model = loader.resolve_model(model, download)
-        self.auto, placement = resolve_auto_placement(source, placement, instances, slo, cache.memory_bytes)
+        self.auto, placement = resolve_auto_placement(source, placement, instances, slo, cache.memory_bytes, apply)
         self.instances = name_instances(make_instances(placement, options, limited=bool(rules or budgets)))
         rules, routing = choose_rules_and_routing(placement, rules, routing)
         self.placement = Placement.of(each.group for each in self.instances)

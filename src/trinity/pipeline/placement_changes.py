@@ -113,6 +113,15 @@ class PlacementChanges:
                 raise
             return done
 
+    @property
+    def change_obstacle(self) -> str:
+        """Reason why no change can be made just now: another one, or an instance that is away; empty if one can."""
+        if self._changing:
+            return f"another change is under way ({self._changing}); wait until it is done"
+        away = {} if self._processes is None else self._processes.health()
+        told = [f"{name} is {health.state}" for name, health in away.items() if health.state != "up"]
+        return f"an instance is away ({', '.join(told)}); wait until all are up" if told else ""
+
     def _read_placement(self, given: str | Placement | Plan) -> Placement:
         if isinstance(given, Plan):
             known = name_shape(self._serving_config.model)
@@ -134,12 +143,8 @@ class PlacementChanges:
     async def _change(self, what: str) -> AsyncIterator[None]:
         """Make this the one change that is under way. Raises ``ChangeRefused`` during another, or a recovery."""
         self._frontend.check_open()
-        if self._changing:
-            raise ChangeRefused(f"another change is under way ({self._changing}); wait until it is done")
-        away = {} if self._processes is None else self._processes.health()
-        told = [f"{name} is {health.state}" for name, health in away.items() if health.state != "up"]
-        if told:
-            raise ChangeRefused(f"an instance is away ({', '.join(told)}); wait until all are up")
+        if obstacle := self.change_obstacle:
+            raise ChangeRefused(obstacle)
         self._changing = what
         try:
             yield
