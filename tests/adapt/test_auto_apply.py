@@ -61,11 +61,17 @@ def watcher(pipe: Any, plans: Iterable[Any], rules: ApplyRules = QUICK, placemen
     return AutoApply(pipe, made, lambda trace, present: next(answers), rules=rules, every_s=0.01)
 
 
+async def begin(made: AutoApply) -> asyncio.Task[None]:
+    task = asyncio.create_task(made.run())
+    for _ in range(20):  # turns of the loop until it follows, each of them quick
+        await asyncio.sleep(0)
+    return task
+
+
 @asynccontextmanager
 async def watching(made: AutoApply) -> AsyncIterator[asyncio.Task[None]]:
     """Its task; it has begun to follow."""
-    task = asyncio.create_task(made.run())
-    await asyncio.sleep(0.03)
+    task = await begin(made)
     try:
         yield task
     finally:
@@ -101,8 +107,10 @@ async def test_steady_traffic_applies_nothing() -> None:
     made = watcher(pipe, [])
     async with watching(made):
         pipe.serve(steady(0, 420))
-        await asyncio.sleep(0.1)
-    assert (made.decisions, pipe.asked, made.replanner.watch.now) == ((), [], 419)
+        async with asyncio.timeout(LIVENESS_S):
+            while made.replanner.watch.now < 419:
+                await asyncio.sleep(0.005)
+    assert (made.decisions, pipe.asked) == ((), [])
 
 
 async def test_it_waits_until_the_pipeline_can_be_changed() -> None:
@@ -236,8 +244,7 @@ async def test_rows_are_followed_while_an_apply_runs() -> None:
 async def test_it_ends_with_its_pipeline() -> None:
     pipe = Served([ClosedError("the pipeline is closed")])
     made = watcher(pipe, [Plan("1P2D")])
-    task = asyncio.create_task(made.run())
-    await asyncio.sleep(0.03)
+    task = await begin(made)
     pipe.serve(SHIFTED)
     await asyncio.wait_for(task, LIVENESS_S)
     assert [each.verdict for each in made.decisions] == ["applies"]
@@ -347,8 +354,7 @@ async def test_a_pipeline_that_is_closed_amid_an_apply_leaves_nothing(hosting: A
     made = watcher(pipe, [], placement="1E1P2D")
     made.plan = plan
     async with pipe, asyncio.timeout(LIVENESS_S):
-        task = asyncio.create_task(made.run())
-        await asyncio.sleep(0.03)
+        task = await begin(made)
         for row in SHIFTED:
             pipe.trace.append(row)
         while not planning.is_set():

@@ -17,7 +17,7 @@ from trinity.connector import Connector
 from trinity.core.messages import PeerDown, PeerUp
 from trinity.core.peer_exit import PeerLeaving
 from trinity.core.routing import RoutingPolicy, routing_policy
-from trinity.errors import ChangeRefused, PlacementError, TrinityError
+from trinity.errors import ChangeRefused, ClosedError, PlacementError, TrinityError
 from trinity.errors.arguments import Number, check_value
 from trinity.instance import Instance
 from trinity.pipeline.deploy import list_plan_options
@@ -108,6 +108,8 @@ class PlacementChanges:
                 for change in order_switches(self.instances, wanted):
                     options = list_plan_options(placement, change.roles) if isinstance(placement, Plan) else {}
                     done.append(await self._switch(change, options, drain_s))
+            except ClosedError:
+                raise
             except TrinityError:
                 await self._switch_back(done, former, drain_s)
                 raise
@@ -196,6 +198,9 @@ class PlacementChanges:
         pools = dict(old.loaded.memory)
         old.stop(at_once=not empty)
         await old.join()
+        if self._frontend.opened == "closed":  # meanwhile: nobody would end a new one
+            loaded.release()
+            self._frontend.check_open()
         self._announce(PeerDown(old.name, planned_restart.WHY, planned=True))
         self.connector.unbind(pools)
         self.connector.forget(old.name)
@@ -224,7 +229,8 @@ class _Emptying:
         self.emptied, self.ended_at = False, 0.0
 
     async def wait(self) -> bool:
-        """Return True once no request is there, False after ``drain_s``."""
+        """Return True once no request is there, False after ``drain_s``. Raises ``ClosedError`` once it is closed."""
         self.emptied = await self._frontend.wait_empty(self._name, self._drain_s)
+        self._frontend.check_open()
         self.ended_at = time.perf_counter()
         return self.emptied
