@@ -81,7 +81,8 @@ def test_every_order_of_three_channels_ends_the_request(heard: int) -> None:
 
 def test_a_loss_is_that_of_one_life() -> None:
     """An instance that is back has not what its former life had; what it takes in now is not lost by that."""
-    core, ends = told(PeerDown("P0"), again("P0", 1), Moved("r", 0, "P0", 1, epoch=0))
+    gone = Gone("r", 0, "E0", "P0", 1)
+    core, ends = told(PeerDown("P0"), again("P0", 1), Moved("r", 0, "P0", 1, epoch=0), gone)
     assert ends == [("r", "StageError")]
     core, ends = told(PeerDown("P0"), again("P0", 1), Moved("r", 0, "P0", 1, epoch=1))
     assert not ends
@@ -90,7 +91,7 @@ def test_a_loss_is_that_of_one_life() -> None:
 
 def test_a_life_that_is_over_by_the_time_of_the_next_one_is_a_loss() -> None:
     """Its loss was never told: the pipeline had not heard of it before the next life came up."""
-    _, ends = told(Moved("r", 0, "P0", 1, epoch=0), again("P0", 2))
+    _, ends = told(Moved("r", 0, "P0", 1, epoch=0), again("P0", 2), Gone("r", 0, "E0", "P0", 1))
     assert ends == [("r", "StageError")]
 
 

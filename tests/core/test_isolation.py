@@ -238,6 +238,7 @@ def test_a_stage_that_is_away_keeps_nothing_reserved() -> None:
     core.handle(Submit(work("r", "cat", 1, max_tokens=20)), 0.0)
     core.handle(Moved("r", 0, "P0", 1), 0.1)
     core.handle(PeerDown("P0"), 1.0)
+    core.handle(Gone("r", 0, "E0", "P0", 1), 1.1)
     up(core, "P0", 1, 2.0)
     core.handle(Moved("r~1.1", 1, "P0", 1, 1), 2.1)
     core.handle(PeerDown("P0"), 3.0)

@@ -16,6 +16,7 @@ from trinity.core.messages import (
     KV,
     Failure,
     Finished,
+    Gone,
     Moved,
     PeerDown,
     PeerLoad,
@@ -151,7 +152,7 @@ def test_the_instance_that_another_says_is_lost_is_not_asked_again() -> None:
     [
         ((PeerDown("E0"),), 0),
         ((Moved("r", 0, "P0", 1), told("r", 0, cause="PeerLost")), 0),
-        ((Moved("r", 0, "P0", 1), PeerDown("P0")), 5),
+        ((Moved("r", 0, "P0", 1), PeerDown("P0"), Gone("r", 0, "E0", "P0", 1)), 5),
         ((Moved("r", 0, "P0", 1), emit("r", 0, (0, 5)), PeerDown("P0")), 6),
     ],
     ids=["at the encoder", "ended at P before its prefill", "died at P", "a token was out"],

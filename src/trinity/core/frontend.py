@@ -29,10 +29,12 @@ from trinity.core.frontend_losses import (
     is_planned,
     may_be_prefilled,
     refuse_poison,
+    was_given_back,
     whom_to_cancel,
 )
 from trinity.core.frontend_moves import begin_move, drop_move, note_moved, refuse_move
 from trinity.core.frontend_request import (
+    Death,
     FrontendRequest,
     Life,
     after_losses,
@@ -105,7 +107,7 @@ class FrontendCore(FrontendStarts):
             PeerDown: self._lost,
             PeerEmpty: self._emptied,
             PeerLoad: lambda event, now: self.router.take(event),
-            PeerSuspect: lambda event, now: self.router.avoid(event),
+            PeerSuspect: self._suspected,
             PeerLeaving: lambda event, now: self.router.avoid(event),
         }
 
@@ -205,6 +207,9 @@ class FrontendCore(FrontendStarts):
         last, to = max(entry.hops), Life(event.to, event.epoch)
         if event.hop > last or (event.hop == last and entry.hops[last] != to):
             self._fail(entry, to, now)
+        elif event.hop == last:
+            entry.let_go = to
+            self._check_lives(entry, now)
 
     def _back(self, event: PeerUp, now: float) -> None:
         """Add an instance, for which some may wait. What was on a former life of it is lost, even if nobody said so."""
@@ -214,6 +219,12 @@ class FrontendCore(FrontendStarts):
             for entry in list(self.entries.values()):
                 self._check_lives(entry, now)
         self._retry_waiting(now)
+
+    def _suspected(self, event: PeerSuspect, now: float) -> None:
+        """Route past a silent instance. Nobody waits for its word of what it offered to one that is lost."""
+        self.router.avoid(event)
+        for entry in list(self.entries.values()) if event.suspected else ():
+            self._check_lives(entry, now)
 
     def _emptied(self, event: PeerEmpty, now: float) -> None:
         self.isolation.note_empty(event)
@@ -227,7 +238,10 @@ class FrontendCore(FrontendStarts):
         lost = self.router.drop(event.name, event.planned)
         for request, entry in list(self.entries.items()):
             if lost is not None and not event.planned:
-                entry.note_late_death(Life(lost.name, lost.epoch), lost.roles, now)
+                life = Life(lost.name, lost.epoch)
+                entry.note_late_death(life, lost.roles, now)
+                if was_given_back(entry, life, self.router):
+                    entry.note_death(Death(life, lost.roles, entry.delivered, False), now)
             self._check_lives(entry, now)
             if request in self.entries and entry.aborted and event.name in entry.route:
                 self._cancel(entry)  # the first one may have ended there

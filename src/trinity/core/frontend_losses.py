@@ -26,11 +26,34 @@ def find_loss(entry: FrontendRequest, router: Router) -> Life | None:
     """
     if entry.waits:
         return None
-    place = entry.hops[max(entry.hops)]
+    last = max(entry.hops)
+    place = entry.hops[last]
     if entry.finished is None and not lives_on(router, place):
-        return place
+        return None if may_come_back(entry, last, router) else place
     owing = () if entry.aborted else [life for life, end in entry.senders if entry.delivered < end]
     return next((life for life in owing if not lives_on(router, life)), None)
+
+
+def may_come_back(entry: FrontendRequest, last: int, router: Router) -> bool:
+    """True of a request at a lost instance whose source may still have all that it was to get there.
+
+    That one will say so (``Moved``), or that it is gone (``Gone``): it hears of the loss as well. Who has tokens from
+    the lost instance, or is to run alone, does not wait for that.
+    """
+    source = entry.hops.get(last - 1)
+    if source is None or not lives_on(router, source) or source.name in router.suspects:
+        return False
+    first = not entry.aborted and not entry.work.attempt and not entry.work.alone
+    prefilled = entry.prefilled is not None and entry.prefilled[:2] == source
+    return first and entry.let_go != entry.hops[last] and entry.delivered <= entry.base + prefilled
+
+
+def was_given_back(entry: FrontendRequest, life: Life, router: Router) -> bool:
+    """True where a lost instance had this request, and its source has it again or may have."""
+    last = max(entry.hops, default=0)
+    hops = [hop for hop, place in entry.hops.items() if place == life]
+    back = any(entry.hops.get(hop - 1, life) == entry.hops.get(hop + 1) for hop in hops)
+    return back or (last in hops and entry.finished is None and may_come_back(entry, last, router))
 
 
 def end_of_loss(entry: FrontendRequest, lost: Life, router: Router) -> Finished:

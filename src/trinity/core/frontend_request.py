@@ -44,6 +44,7 @@ class FrontendRequest:
     - ``hops``: the lives of instances that this attempt of it has come to, by number, as far as they are known: it is
       at the last one. ``senders``: the lives that send its tokens before an index, from which on others do.
     - ``moving``: the instance that its decode was asked to move to, until that is answered.
+    - ``let_go``: the lost instance of which its source said that it went with it.
     - ``lost``: the instance that was lost with it, once that is known.
     - ``waits``: it is at no instance, until one with the stage that it needs is up, or till ``retry_at``; at
       ``gives_up_at`` (clock times) it is given up. ``waited_s``: how long it waited before that, since its last loss.
@@ -80,6 +81,7 @@ class FrontendRequest:
     preparing: bool = False
     senders: list[tuple[Life, int]] = field(default_factory=list)
     moving: str = ""
+    let_go: Life | None = None
     lost: Life | None = None
     began: float = 0.0  # clock time at which this life was sent
     recoveries: int = 0
@@ -124,6 +126,7 @@ class FrontendRequest:
     def note_death(self, death: Death, now: float) -> None:
         """Count a death, once; the first of a row where it had got through since the one before."""
         if any(each.life == death.life for each in self.deaths):
+            self.died_at = now if self.deaths[-1].life == death.life else self.died_at
             return
         self.row = 1 if self.has_passed else self.row + 1
         self.deaths += (death,)
@@ -212,7 +215,7 @@ class FrontendRequest:
         """Note that this life of it is sent to its first instance."""
         self.waited_s += now - self.waits_since if self.waits else 0.0
         self.first, self.hops, self.began = first.name, {0: first}, now
-        self.finished = self.lost = None
+        self.finished = self.lost = self.let_go = None
         self.senders.clear()
         self.base, self.waits, self.retry_at, self.gives_up_at = self.delivered, False, inf, inf
         self.recomputing = len(self.work.prompt) + self.delivered if self.was_prefilled else 0

@@ -77,7 +77,8 @@ class Conversation:
         self.over: set[tuple[str, str]] = set()
         self.finished: Counter[str] = Counter()
         self.forgotten: Counter[tuple[str, str]] = Counter()
-        self.emitted: set[tuple[str, int]] = set()
+        self.emitted: dict[tuple[str, int], str] = {}  # and by whom
+        self.cut: set[tuple[str, int]] = set()  # tokens of instances that died: another may send them again
         self.delivered: dict[str, list[int]] = {}
         self.readers: dict[int, str] = {}  # by number, which all lives of a request have
         self.present: dict[str, str] = {}  # name of the present life of each
@@ -132,6 +133,7 @@ class Conversation:
     def lost(self, name: str) -> None:
         """Expect no end of what the instance had in hand, nor a Forget for what it knew."""
         self.deaths += 1
+        self.cut |= {each for each, emitter in self.emitted.items() if emitter == name}
         for transfer in self.transfers.values():
             if name in (transfer.target, transfer.offer.source):
                 transfer.void = True
@@ -215,10 +217,11 @@ class Conversation:
 
     def _once(self, name: str, emitted: Iterable[tuple[str, int]]) -> None:
         for each in emitted:
-            assert each not in self.emitted, f"{name} emitted {each} again"
+            assert each not in self.emitted or each in self.cut, f"{name} emitted {each} again"
+            self.cut.discard(each)
             follows = each[1] == self.begun[each[0]] or (each[0], each[1] - 1) in self.emitted
             assert follows, f"{name} emitted {each} out of order"
-            self.emitted.add(each)
+            self.emitted[each] = name
 
     def _migrates(self, name: str, to: str, message: Value) -> None:
         if isinstance(message, Offer):

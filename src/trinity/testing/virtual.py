@@ -35,6 +35,7 @@ from trinity.core.messages import (
     Collected,
     Failure,
     LayersWritten,
+    Open,
     PeerDown,
     PeerLoad,
     Pull,
@@ -119,7 +120,7 @@ class VirtualCluster(EventLoop):
         self.commands: list[tuple[float, str, Value]] = []
         self.recent: deque[tuple[float, str, Value]] = deque(maxlen=40)
         self._arrival: dict[tuple[str, str], float] = {}
-        self._drawn: dict[str, int] = {}  # tokens of each life of a request, by its name
+        self._drawn: dict[tuple[str, str], int] = {}  # tokens that an instance knows of a life of a request
         self._readers: dict[str, str] = {}  # whose life it is
         self._frozen: dict[str, list[tuple[float, float]]] = {}
         self._generations: dict[tuple[str, str, int], int] = {}
@@ -131,6 +132,7 @@ class VirtualCluster(EventLoop):
         ] = {}  # and the life of its source, None: a former one
         self._flights: dict[tuple[str, str], deque[Step]] = {}  # of each lane; the first one runs
         self._broken: set[tuple[str, str]] = set()  # whose rows cannot go on: one of an earlier step has failed
+        self.carriers[Open] = self._open
         self.carriers[MoveEnd] = lambda name, command: None  # nobody waits for it here
         self.carriers = {kind: partial(self._observe, carry) for kind, carry in self.carriers.items()}
         self.observers = make_checks(self.cores, self.frontend, self.lives) if observers is None else observers
@@ -281,7 +283,7 @@ class VirtualCluster(EventLoop):
     def send(self, name: str, command: Send) -> None:
         target = command.to
         if name == FRONTEND and isinstance(command.message, Submit) and not command.message.asker:
-            self._begin_life(command.message)
+            self._readers[command.message.work.request] = self.frontend.reader_of(command.message.work.request)
         if target == FRONTEND and not self.lives.linked(name, target):
             self._unheard.setdefault(name, []).append(command.message)
         elif self.lives.carries(name, target, self.now):
@@ -290,10 +292,9 @@ class VirtualCluster(EventLoop):
             self._arrival[name, target] = arrival
             self.post(arrival, target, command.message)
 
-    def _begin_life(self, sent: Submit) -> None:
+    def _open(self, name: str, opened: Open) -> None:
         """Have it sample behind the tokens that it has already."""
-        name = sent.work.request
-        self._readers[name], self._drawn[name] = self.frontend.reader_of(name), len(sent.tokens)
+        self._drawn[name, opened.work.request] = len(opened.tokens)
 
     def start(self, name: str, step: Step) -> None:
         flight = self._flights.setdefault((name, step.lane), deque())
@@ -350,12 +351,12 @@ class VirtualCluster(EventLoop):
         }
         self._broken.update((name, request) for request in failed)
         sampling = [row.request for row in step.prefills if row.last] + list(step.decodes)
-        sampled = {request: self._sample_token(request) for request in sampling if request not in failed}
+        sampled = {request: self._sample_token(name, request) for request in sampling if request not in failed}
         return Stepped(step.id, step.lane, sampled, failed, seconds)
 
-    def _sample_token(self, request: str) -> Sampled:
-        index = self._drawn[request]
-        self._drawn[request] = index + 1
+    def _sample_token(self, name: str, request: str) -> Sampled:
+        index = self._drawn[name, request]
+        self._drawn[name, request] = index + 1
         return Sampled(self.sample(self.outcomes[self._readers[request]].work, index))
 
     def pull(self, name: str, pull: Pull) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from support.core_tables import Row, brief, broken, done, emptied, image_offer, kv_offer, make_core, sent, table, work
@@ -260,7 +262,9 @@ def test_a_lease_remembers_whose_it_is_and_where_it_went() -> None:
     core = make_core("E0", peers="P0")
     core.handle(Submit(work("r", "cat", 1)), 0.0)
     core.handle(done(1), 0.0)
-    assert core.state.outgoing == {"E0:1": Lease("E0:1", "r", "P0", "image", (0,), route=("E0",))}
+    kept = core.state.outgoing["E0:1"]
+    assert replace(kept, offer=None, said=None) == Lease("E0:1", "r", "P0", "image", (0,), route=("E0",))
+    assert (kept.offer is not None, kept.said) == (True, Commit("E0:1", spans={"encode_queue": 0.0, "encode": 0.0}))
 
 
 def test_keys_are_computed_once() -> None:

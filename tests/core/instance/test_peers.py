@@ -54,8 +54,11 @@ def test_a_lease_of_a_lost_target_is_taken_back() -> None:
     core = make_core("E0", peers="P0 P1")
     offered_by(core)
     assert core.state.image.held == 1
-    assert core.handle(PeerDown("P0"), 2.0) == [Send("frontend", Gone("r", 0, "E0", "P0", 1))]
+    assert brief(core.handle(PeerDown("P0"), 1.5))[0].startswith("P1: offer E0:2")
+    assert core.state.image.held == 1
+    assert core.handle(PeerDown("P1"), 2.0) == [Send("frontend", Gone("r", 0, "E0", "P1", 3))]
     assert core.state.image.held == 0
+    core.handle(peer_up("P1"), 2.5)
     core.handle(Forget("r"), 3.0)
     emptied(core)
     core.handle(Submit(work("s", 1, "dog*4")), 4.0)
@@ -81,15 +84,17 @@ def test_a_forget_of_a_former_attempt_does_not_end_the_one_that_is_here() -> Non
     table(core, [(Forget("r", 0), []), (done(1, r=5), ["frontend: emit r#0=5", *HANDED_ON, "close r"])])
 
 
-def test_a_request_that_was_still_being_encoded_for_a_lost_target_ends_silently() -> None:
+def test_a_request_that_is_still_being_encoded_for_a_lost_target_is_its_sources_again() -> None:
     core = make_core("E0", peers="P0", rules=BatchRules(token_budget=64, image_budget=4))
     core.handle(Submit(work("r", 1, "cat*4", "dog*4")), 0.0)
     core.handle(done(1), 1.0)
     assert core.state.outgoing
     commands = core.handle(PeerDown("P0"), 2.0)
-    assert not sent(commands, Finished)  # the front end ends it: it was offered to the one that is lost
-    assert sent(commands, Gone) == [Gone("r", 0, "E0", "P0", 1)]
-    core.handle(done(2), 3.0)
+    assert sent(commands, Moved) == [Moved("r", 0, "E0", 2)]
+    (finished,) = sent(core.handle(done(2), 3.0), Finished)  # no other is up just now
+    assert finished.failure is not None
+    assert finished.failure.fields["cause"] == "Nowhere"
+    assert not sent(commands, Gone)
     core.handle(Forget("r"), 3.0)
     emptied(core)
 
@@ -188,6 +193,10 @@ def test_a_loss_ends_the_requests_that_are_there(moves: tuple[Moved, ...], lost:
     core = frontend()
     asked(core, *moves)
     commands = core.handle(PeerDown(lost), 1.0)
+    if fails and moves and lost == max(moves, key=lambda move: move.hop).to:
+        assert not ends(list(commands)), "its source may have it still, and says so or that it is gone"
+        last = max(moves, key=lambda move: move.hop)
+        commands = core.handle(Gone("r", 0, "its source", lost, last.hop), 1.0)
     assert ends(list(commands)) == ([("r", "StageError")] if fails else [])
     forgotten = {each.to for each in commands if isinstance(each, Send) and isinstance(each.message, Forget)}
     assert forgotten == ({"E0", *(move.to for move in moves)} if fails else set())
@@ -221,7 +230,8 @@ def test_a_move_to_an_instance_that_is_lost_already_is_a_loss() -> None:
     core = frontend()
     asked(core)
     core.handle(PeerDown("P0"), 1.0)
-    assert ends(list(core.handle(ROUTE[0], 1.1))) == [("r", "StageError")]
+    assert ends(list(core.handle(ROUTE[0], 1.1))) == []
+    assert ends(list(core.handle(Gone("r", 0, "E0", "P0", 1), 1.2))) == [("r", "StageError")]
 
 
 def test_what_comes_after_a_loss_is_dropped_and_forgotten() -> None:
@@ -229,6 +239,7 @@ def test_what_comes_after_a_loss_is_dropped_and_forgotten() -> None:
     asked(core, *ROUTE)
     core.handle(emitted(("r", 0, 0, Sampled(5))), 0.5)
     core.handle(PeerDown("D0"), 1.0)
+    core.handle(Gone("r", 0, "P0", "D0", 2), 1.0)
     late = Finished(request="r", attempt=0, reason="length", count=3, route=("E0", "P0", "D0"))
     assert core.handle(emitted(("r", 0, 1, Sampled(5))), 2.0) == []
     assert core.handle(late, 2.0) == [Send(name, Forget("r", 0)) for name in ("E0", "P0", "D0")]

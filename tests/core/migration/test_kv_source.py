@@ -16,7 +16,6 @@ from trinity.core.messages import (
     LayersWritten,
     Moved,
     Offer,
-    PeerDown,
     Ready,
     Release,
     Step,
@@ -165,12 +164,11 @@ def test_a_step_that_failed_before_it_told_anything_takes_nothing_back() -> None
     assert "D0: ready P0:1 0 blocks 0,3" in brief(core.handle(done(1, r=5), 0.0))
 
 
-@pytest.mark.parametrize("event", [Cancel("r"), PeerDown("D0"), Release("P0:1", "failed")])
+@pytest.mark.parametrize("event", [Cancel("r"), Release("P0:1", "failed")])
 def test_whatever_ends_the_request_during_the_step_ends_the_announcements(event: Any) -> None:
     core = source()
     core.handle(Submit(work("r", 10)), 0.0)
     expected = ["D0: cancel r"] if isinstance(event, Cancel) else []
-    expected += ["frontend: gone r with D0"] if isinstance(event, PeerDown) else []
     table(core, [(event, expected), (layers(1, 0, 2), []), (again(1), []), (done(1, r=5), ["close r"])])
     if isinstance(event, Cancel):
         core.handle(Release("P0:1", "cancelled"), 0.0)

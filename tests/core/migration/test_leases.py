@@ -162,6 +162,7 @@ def test_content_that_others_read_too_keeps_its_generation() -> None:
 def test_a_lost_target_leaves_its_blocks_in_doubt_too() -> None:
     core = leased(image_cache=False)
     core.handle(PeerDown("P0"), 2.0)
+    core.handle(PeerDown("P1"), 2.0)
     assert core.handle(Submit(work("s", 1, "dog*4")), 3.0)[0] == Revoke("image", (0,), 1)
 
 

@@ -127,7 +127,7 @@ def send_commit(s: State, state: RequestState, now: float, ending: str = "") -> 
         offer, tuple(state.tokens), state.cached_tokens or 0, state.spans, tuple(state.transfers), left, ending
     )
     lease = s.outgoing[offer]
-    lease.count = state.outputs
+    lease.count, lease.said = state.outputs, said
     s.send(lease.target, said)
 
 

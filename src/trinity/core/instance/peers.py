@@ -10,6 +10,7 @@ from trinity.core.messages import FRONTEND, Gone, PeerDown, PeerLoad, PeerSuspec
 from trinity.core.migration.leases import take_back
 from trinity.core.migration.moves import LOST, finish_copy, give_up
 from trinity.core.migration.remote_features import give_up_fetches, give_up_pulls
+from trinity.core.migration.second_offers import offer_again
 from trinity.core.peer_exit import PeerLeaving
 
 
@@ -54,6 +55,9 @@ def handle_peer_lost(s: State, event: PeerDown, now: float) -> None:
             end(s, state, now, "error", failure("MigrationError", text, **fields))
     for lease in list(s.outgoing.values()):
         if lease.target == event.name:
+            if offer_again(s, lease, now):
+                take_back(s, lease)
+                continue
             take_back(s, lease)
             if lease.copies:
                 finish_copy(s, lease, now, LOST)

@@ -227,6 +227,10 @@ class RequestState:
     def age(self) -> tuple[int, str]:
         return self.work.number, self.work.request
 
+    def come_back(self, target: str, own: str) -> None:
+        """Note that it is here again: the instance that it was offered to is lost."""
+        self.route += (target, own)
+
     def book_time(self, now: float) -> None:
         """Add the seconds since the last change to the span of the present phase.
 
@@ -310,6 +314,9 @@ class Lease:
     route: tuple[str, ...] = ()
     count: int = 0
     copies: bool = False  # ahead of a move: its request decodes on meanwhile
+    offer: Offer | None = None  # and what it was told at the end: to be said again to another, if this one is lost
+    said: Commit | None = None
+    deadline: float = float("inf")
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,8 +34,13 @@ def open_streams(s: State, step: Step, now: float) -> None:
         state = s.requests[row.request]
         begins = state.outgoing is None and state.ending is None and streams_kv(s, state)
         if begins and open_offer(s, state, now, "D", KV, (kv_part(s, state),)):
-            state.kv_stream = KvStream(state.prefill_start // s.settings.kv_block_size, step.id)
+            state.kv_stream = KvStream(state.prefilled // s.settings.kv_block_size, step.id)
             _tell(s, state, None, (0, state.kv_stream.announced_blocks))
+
+
+def close_stream(state: RequestState) -> None:
+    """Note that no target pulls its KV any more while its prefill runs; another one may from its next chunk on."""
+    state.kv_stream = None
 
 
 def layers_per_group(s: State, prefills: Sequence[Prefill]) -> int:

@@ -104,7 +104,9 @@ def lend_to(s: State, state: RequestState, now: float, target: str, kind: str, p
     """Lease the blocks to this instance, and offer it the request."""
     moves = state.phase is Phase.MOVING
     offer = _offer(s, state, target, kind, parts, moves=moves, tokens=tuple(state.tokens[:-1]) if moves else ())
-    s.lend(Lease(offer.id, state.work.request, target, kind, offer_blocks(offer), now, state.attempt, state.route))
+    lease = Lease(offer.id, state.work.request, target, kind, offer_blocks(offer), now, state.attempt, state.route)
+    lease.offer, lease.deadline = offer, state.deadline
+    s.lend(lease)
     state.outgoing = offer.id
     s.send(target, offer)
 
@@ -124,11 +126,16 @@ def offer_blocks(offer: Offer) -> tuple[int, ...]:
     return tuple(block for part in offer.parts for block in part.blocks)
 
 
-def _offer(s: State, state: RequestState, target: str, kind: str, parts: tuple[Part, ...], **told: Any) -> Offer:
+def name_offer(s: State) -> str:
+    """Make the id of a new offer, which no other one has had in any life of an instance."""
     s.offers += 1
     life = f".{s.settings.epoch}" if s.settings.epoch else ""
+    return f"{s.settings.name}{life}:{s.offers}"
+
+
+def _offer(s: State, state: RequestState, target: str, kind: str, parts: tuple[Part, ...], **told: Any) -> Offer:
     return Offer(
-        id=f"{s.settings.name}{life}:{s.offers}",
+        id=name_offer(s),
         kind=kind,
         source=s.settings.name,
         work=state.work,
