@@ -25,11 +25,12 @@ from trinity.core.messages import (
     PeerSuspect,
     Release,
     Sampled,
+    Step,
     Submit,
     Value,
 )
 from trinity.core.scheduler import BatchRules
-from trinity.core.transfers import TransferPolicy
+from trinity.core.transfers import KvMode, TransferPolicy
 from trinity.testing.lives import Kill
 from trinity.testing.virtual import Durations, VirtualCluster, make_settings
 
@@ -253,7 +254,7 @@ def test_its_end_tells_one_life_and_nothing_recomputed() -> None:
 STILL = Durations(lambda *_: 0.01, lambda *_: 0.2, lambda *_: 0.3)
 
 
-def run(placement: str, victim: str, at: float, kv: str = "off", budget: int = 64) -> tuple[End, int, int]:
+def run(placement: str, victim: str, at: float, kv: KvMode = "off", budget: int = 64) -> tuple[End, int, int]:
     """Its end, the positions prefilled and the images encoded."""
     settings = make_settings(
         placement,
@@ -274,7 +275,7 @@ def run(placement: str, victim: str, at: float, kv: str = "off", budget: int = 6
     end, tokens = cluster.outcomes["r"].end, cluster.outcomes["r"].tokens
     assert end is not None
     assert (end.reason, tokens) == ("length", [1, 2, 3, 4, 5, 6]), end
-    steps = [command for _, _, command in cluster.commands if hasattr(command, "prefills")]
+    steps = [command for _, _, command in cluster.commands if isinstance(command, Step)]
     return end, sum(row.length for step in steps for row in step.prefills), sum(len(step.encodes) for step in steps)
 
 
@@ -288,7 +289,7 @@ def run(placement: str, victim: str, at: float, kv: str = "off", budget: int = 6
     ],
 )
 def test_at_any_moment_of_a_transfer_the_loss_of_its_target_recomputes_nothing(
-    placement: str, victim: str, kv: str, budget: int, first: float, last: float
+    placement: str, victim: str, kv: KvMode, budget: int, first: float, last: float
 ) -> None:
     """Without any cache and without any recovery: the leases alone."""
     for number in range(1 + round((last - first) / 0.05)):
