@@ -15,6 +15,7 @@ from support.core_tables import work
 from trinity.core.messages import PeerLoad, PeerSuspect, PeerUp
 from trinity.core.near_hosts import HostTurns, weigh_hosts
 from trinity.core.routing import LeastLoaded, PrefixHits, RandomChoice, RoundRobin, Router, RoutingPolicy
+from trinity.core.stage_peers import Slots, StagePeers
 from trinity.testing.virtual import VirtualCluster, make_settings
 
 POOLS = {"image": 64, "kv": 4096}
@@ -133,7 +134,10 @@ def test_every_receiver_has_its_equal_share_and_each_host_keeps_what_it_can(host
 def test_turns_are_as_their_weights_at_any_time(hosts: list[str], times: int) -> None:
     """Never more than one turn from what the weights say."""
     known = [up("P0", "a"), up("P1", "b"), *(up(f"D{number}", host) for number, host in enumerate(hosts))]
-    peers, turns, seen = known[2:], HostTurns("a"), Counter[str]()
+    slots, turns, seen = Slots(), HostTurns("a"), Counter[str]()
+    for each in known:
+        slots.add(each.name)
+    peers = StagePeers.of(known[2:], slots)
     weights = weigh_hosts("a", "D", peers, known)
     for _ in range(times):
         chosen = turns.choose("D", peers, known)

@@ -1,4 +1,4 @@
-"""Routing: who comes into question for a stage, in which turn, and how many blocks a stage needs."""
+"""Routing: who comes into question for a stage, and in which turn."""
 
 from __future__ import annotations
 
@@ -7,14 +7,12 @@ from collections import Counter
 import pytest
 
 from support.core_tables import peer_up, work
-from trinity.core.messages import PeerUp, Work
+from trinity.core.messages import Work
 from trinity.core.routing import (
     RandomChoice,
     RoundRobin,
     Router,
     RoutingPolicy,
-    kv_tokens,
-    needs,
     number_of,
     routing_policy,
 )
@@ -24,7 +22,7 @@ from trinity.errors import UnknownName
 def make_router(peers: str, policy: RoutingPolicy | None = None) -> Router:
     router = Router(policy or RoundRobin())
     for peer in peers.split():
-        router.peers[peer] = peer_up(peer)
+        router.add(peer_up(peer))
     return router
 
 
@@ -39,7 +37,7 @@ def test_round_robin_takes_turns_stage_by_stage() -> None:
 
 def test_only_those_with_the_stage_and_the_blocks_are_chosen() -> None:
     router = make_router("P0")
-    router.peers["P1"] = peer_up("P1", kv=2)
+    router.add(peer_up("P1", kv=2))
     assert {router.choose("P", work("r", 8)) for _ in range(4)} == {"P0", "P1"}
     assert {router.choose("P", work("r", 9)) for _ in range(4)} == {"P0"}
     assert router.choose("E", work("r", 1)) is None
@@ -92,50 +90,6 @@ def test_policies_by_name_or_as_they_are() -> None:
     known = "least_loaded, prefix_hits, random, round_robin"
     with pytest.raises(UnknownName, match=f"unknown routing policy 'best'; known: {known}"):
         routing_policy("best")
-
-
-@pytest.mark.parametrize(
-    ("letter", "roles", "expected"),
-    [
-        ("E", "E", {"image": 4}),
-        ("E", "ED", {"image": 4}),
-        ("E", "EP", {"image": 4, "kv": 4}),
-        ("E", "EPD", {"image": 4, "kv": 5}),
-        ("P", "P", {"image": 4, "kv": 4}),
-        ("P", "EP", {"image": 4, "kv": 4}),
-        ("P", "PD", {"image": 4, "kv": 5}),
-        ("D", "D", {"kv": 5}),
-        ("D", "ED", {"kv": 5}),
-        ("D", "EPD", {"kv": 5}),
-    ],
-)
-def test_a_stage_needs_blocks_for_itself_and_for_those_that_follow_here(
-    letter: str, roles: str, expected: dict[str, int]
-) -> None:
-    """Four image blocks of four rows for five and six rows; 13 prompt tokens and five more to decode from."""
-    request = work("r", 1, "cat*5", "dog*6", 1, max_tokens=6)
-    assert needs(letter, request, roles, 4, 4) == expected
-    peer = peer_up(f"{roles}0", image=expected.get("image", 0), kv=expected.get("kv", 0))
-
-    def fitting(peer: PeerUp) -> list[PeerUp]:
-        router = Router(RoundRobin())
-        router.add(peer)
-        return list(router.fitting(letter, request))
-
-    assert fitting(peer)
-    for kind in expected:
-        smaller = {**peer.pools, kind: peer.pools[kind] - 1}
-        assert not fitting(peer_up(f"{roles}0", **smaller))
-
-
-def test_text_alone_needs_no_image_blocks() -> None:
-    assert needs("P", work("r", 4, max_tokens=2), "EPD", 4, 4) == {"kv": 2}
-
-
-def test_kv_is_kept_for_every_output_but_the_last_and_where_it_is_decoded() -> None:
-    assert kv_tokens(work("r", 7, max_tokens=5), decodes=True) == 11
-    assert kv_tokens(work("r", 7, max_tokens=5), decodes=False) == 7
-    assert kv_tokens(work("r", 7, max_tokens=1), decodes=True) == 7
 
 
 def test_a_router_knows_which_stages_there_are() -> None:

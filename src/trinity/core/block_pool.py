@@ -7,7 +7,7 @@ Holds numbers only; the memory is in ``trinity.memory.block_memory``. A block is
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from hashlib import blake2b
 from itertools import chain, islice
 from typing import TYPE_CHECKING
@@ -229,19 +229,22 @@ def blocks_for(tokens: int, block: int) -> int:
     return -(-tokens // block)
 
 
-def prefix_keys(tokens: Sequence[int], media: Sequence[MediaSpan], block: int, salt: str = "") -> list[Key]:
-    """Prefix-cache keys, one per full block: a hash chain over token ids and the content and offset of media in it.
+def each_prefix_key(tokens: Sequence[int], media: Sequence[MediaSpan], block: int, salt: str = "") -> Iterator[Key]:
+    """Yield prefix-cache keys, one per full block: a hash chain over token ids and the content and offset of media.
 
     The same text with another image has different keys from the image's first block on; with another salt all differ.
     """
-    keys: list[Key] = []
     previous = blake2b(salt.encode(), digest_size=16).digest() if salt else b""
     for start in range(0, len(tokens) - block + 1, block):
         end = start + block
         inside = [(span.content, span.offset - start) for span in media if span.offset < end and span.end > start]
         previous = blake2b(previous + _encode((tokens[start:end], inside)), digest_size=16).digest()
-        keys.append(previous)
-    return keys
+        yield previous
+
+
+def prefix_keys(tokens: Sequence[int], media: Sequence[MediaSpan], block: int, salt: str = "") -> list[Key]:
+    """All of ``each_prefix_key``."""
+    return list(each_prefix_key(tokens, media, block, salt))
 
 
 def media_keys(span: MediaSpan, block: int) -> list[Key]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from trinity.core.messages import Failure, Work
-from trinity.core.routing import Router, needs
+from trinity.core.routing import Router
+from trinity.core.stage_needs import needs
 
 
 def path_of(work: Work) -> str:
@@ -49,7 +50,7 @@ def find_misfit(router: Router, work: Work, losses: Mapping[str, str]) -> Failur
     losses: why each instance was lost last, by name.
     """
     for letter in path_of(work):
-        if next(router.fitting(letter, work), None) is None:
+        if not router.can_serve(letter, work):
             if router.awaits(letter, work):
                 return Failure("Overloaded", _away(router, letter, losses), {"stage": letter})
             return _too_large(router, work, letter)

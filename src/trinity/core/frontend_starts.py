@@ -55,7 +55,7 @@ class FrontendStarts(ABC):
 
     def _keep_inputs(self, entry: FrontendRequest) -> None:
         """Keep its inputs for a life after this one, if there may be one and there is room."""
-        again = self.failures.recoveries > 0 or any(peer.returns for peer in self.router.peers.values())
+        again = self.failures.recoveries > 0 or self.router.returns
         if again and self.kept_bytes + entry.input_bytes <= self.failures.kept_bytes:
             entry.kept_bytes = entry.input_bytes
             self.kept_bytes += entry.kept_bytes

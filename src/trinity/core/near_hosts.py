@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from trinity.core.messages import PeerUp
+from trinity.core.stage_peers import StagePeers
 
 BEFORE = {"P": "E", "D": "P"}  # the stage whose instances hand a request on to this one
 
@@ -23,29 +24,43 @@ class HostTurns:
         self._host = host
         self._weights: dict[str, dict[str, int]] = {}
         self._credits: dict[str, dict[str, int]] = {}
+        self._last: dict[str, tuple[StagePeers, dict[str, int], dict[str, StagePeers]]] = {}
 
-    def choose(self, letter: str, peers: Sequence[PeerUp], known: Iterable[PeerUp]) -> Sequence[PeerUp]:
+    def choose(self, letter: str, peers: StagePeers, known: Iterable[PeerUp]) -> StagePeers:
         """Choose the host whose turn it is; return those of ``peers`` on it, all of them where it makes no difference.
 
-        ``known``: every instance, by which a fair share is told.
+        ``known``: every instance, by which a fair share is told. It may be another only where ``peers`` is.
         """
-        if all(peer.host == self._host for peer in peers):
-            return peers
-        weights = weigh_hosts(self._host, letter, peers, known)
+        if letter not in self._last or self._last[letter][0] is not peers:
+            self._last[letter] = (peers, self._weigh(letter, peers, known), {})
+        _, weights, near = self._last[letter]
         if not weights:
             return peers
-        if weights != self._weights.get(letter):
+        turn = self._take_turn(letter, weights)
+        if turn not in near:
+            near[turn] = peers.select(peers.by_host[turn])
+        return near[turn]
+
+    def _weigh(self, letter: str, peers: StagePeers, known: Iterable[PeerUp]) -> dict[str, int]:
+        """Weigh the hosts of these; {} where it makes no difference. Turns begin anew where weights are others."""
+        if all(host == self._host for host in peers.by_host):
+            return {}
+        weights = weigh_hosts(self._host, letter, peers, known)
+        if weights and weights != self._weights.get(letter):
             self._weights[letter], self._credits[letter] = weights, dict.fromkeys(weights, 0)
+        return weights
+
+    def _take_turn(self, letter: str, weights: dict[str, int]) -> str:
         credits, total = self._credits[letter], sum(weights.values())
         for host, weight in weights.items():
             credits[host] += weight
         turn = max(credits, key=credits.__getitem__)  # the first of equals: its own
         credits[turn] -= total
-        return [peer for peer in peers if peer.host == turn]
+        return turn
 
-    def prefer(self, peers: Sequence[PeerUp]) -> Sequence[PeerUp]:
-        """Return those on the same host, all of them where there are none."""
-        return [peer for peer in peers if peer.host == self._host] or peers if self._host else peers
+    def prefer(self, peers: StagePeers, mask: int) -> int:
+        """Those of a set on the same host, all of it where there are none."""
+        return mask & peers.by_host.get(self._host, 0) or mask if self._host else mask
 
 
 def weigh_hosts(own: str, letter: str, peers: Sequence[PeerUp], known: Iterable[PeerUp]) -> dict[str, int]:

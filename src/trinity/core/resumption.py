@@ -46,7 +46,7 @@ def _cached(router: Router, peer: PeerUp, work: Work, text: Sequence[int], last:
     """Positions of the text that an instance has, as far as is known. One that reports no block at all caches none."""
     reported = router.cached_prefix(peer, work, text)
     is_last = last is not None and (peer.name, peer.epoch) == last[:2]
-    if last is None or not is_last or (peer.name in router.loads and not router.digest(peer.name, KV)):
+    if last is None or not is_last or (peer.name in router.loads and not router.content.has_any(peer.name, KV)):
         return reported
     return max(reported, last.positions // peer.kv_block_size * peer.kv_block_size)
 

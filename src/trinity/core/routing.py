@@ -9,13 +9,18 @@ what instances publish of themselves (``Router.loads``), so that they choose ali
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from math import inf
+from types import MappingProxyType
 from typing import Protocol, cast
 
-from trinity.core.block_pool import DIGEST, blocks_for, media_keys, prefix_keys
-from trinity.core.messages import IMAGE, KV, MediaSpan, PeerLoad, PeerReserved, PeerSuspect, PeerUp, Work
+from trinity.core.cached_content import ReportedContent
+from trinity.core.load_order import LoadOrder
+from trinity.core.messages import MediaSpan, PeerLoad, PeerReserved, PeerSuspect, PeerUp, Work
 from trinity.core.near_hosts import HostTurns
 from trinity.core.peer_exit import PeerLeaving
+from trinity.core.stage_needs import fitting, units_of
+from trinity.core.stage_peers import Slots, StagePeers
 from trinity.errors import describe_error
 from trinity.plugins import load_plugin
 
@@ -60,10 +65,17 @@ class RoundRobin:
         self._first = first
 
     def choose(self, letter: str, work: Work, peers: Sequence[PeerUp]) -> PeerUp:
-        place = letter, peers[0].host if len({peer.host for peer in peers}) == 1 else ""
-        turn = self._next.get(place, self._first)
-        self._next[place] = turn + 1
-        return peers[turn % len(peers)]
+        hosts = peers.by_host if isinstance(peers, StagePeers) else {peer.host for peer in peers}
+        return peers[self._turn(letter, peers[0].host if len(hosts) == 1 else "", len(peers))]
+
+    def pick(self, letter: str, peers: StagePeers, mask: int) -> PeerUp:
+        """Choose among a set of these, as ``choose`` does."""
+        return peers.nth(mask, self._turn(letter, peers.host_of(mask), mask.bit_count()))
+
+    def _turn(self, letter: str, host: str, count: int) -> int:
+        turn = self._next.get((letter, host), self._first)
+        self._next[letter, host] = turn + 1
+        return turn % count
 
 
 class RandomChoice:
@@ -86,10 +98,13 @@ class LeastLoaded:
         self.begin = self._turns.begin
 
     def choose(self, letter: str, work: Work, peers: Sequence[PeerUp], router: Router) -> PeerUp:
-        seconds = [router.seconds(peer.name, letter) for peer in peers]
-        least = min(seconds)
-        equal = [peer for peer, each in zip(peers, seconds, strict=True) if each == least]
-        return self._turns.choose(letter, work, router.hosts.prefer(equal))
+        found = router.stage_peers(peers)
+        return self.pick(letter, found, found.mask, router)
+
+    def pick(self, letter: str, peers: StagePeers, mask: int, router: Router) -> PeerUp:
+        """Choose among a set of these, as ``choose`` does."""
+        equal = router.least_loaded(letter, mask)
+        return self._turns.pick(letter, peers, router.hosts.prefer(peers, equal))
 
 
 class PrefixHits:
@@ -102,10 +117,8 @@ class PrefixHits:
         self.begin = self._least.begin
 
     def choose(self, letter: str, work: Work, peers: Sequence[PeerUp], router: Router) -> PeerUp:
-        saved = [router.cached_tokens(peer, letter, work) for peer in peers]
-        most = max(saved)
-        best = [peer for peer, each in zip(peers, saved, strict=True) if each == most]
-        return self._least.choose(letter, work, best, router)
+        found = router.stage_peers(peers)
+        return self._least.pick(letter, found, router.content.most_cached(letter, work, found), router)
 
 
 ROUTING_POLICIES: dict[str, Callable[[], RoutingPolicy]] = {
@@ -144,7 +157,8 @@ class Router:
         if begin is not None:
             begin(number_of(own))
         self.counts = False  # what is sent, also where the policy does not ask
-        self.peers: dict[str, PeerUp] = {}
+        self._peers: dict[str, PeerUp] = {}
+        self.peers: Mapping[str, PeerUp] = MappingProxyType(self._peers)  # written here alone: what follows is kept up
         self.lost: dict[str, PeerUp] = {}
         self.replaced: dict[str, int] = {}  # epoch of the last life of an instance that was ended to change its roles
         self.suspects: set[str] = set()
@@ -152,7 +166,11 @@ class Router:
         self.leaving: set[str] = set()
         self.loads: dict[str, PeerLoad] = {}
         self._sent: dict[str, dict[str, int]] = {}  # units of work since an instance's last report, by letter
-        self._digests: dict[tuple[str, str], tuple[bytes, frozenset[bytes]]] = {}
+        self._slots = Slots()
+        self.content = ReportedContent(self._slots, self.loads)
+        self._stages: dict[str, StagePeers] = {}  # those with a letter; "": all
+        self._trusted: dict[str, StagePeers] = {}  # those of them that are not routed past
+        self._orders: dict[str, LoadOrder] = {}  # by letter
 
     @property
     def informed(self) -> bool:
@@ -160,9 +178,11 @@ class Router:
         return bool(getattr(self.policy, "informed", False))
 
     def add(self, peer: PeerUp) -> None:
-        self.peers[peer.name] = peer
+        self._peers[peer.name] = peer
         self.lost.pop(peer.name, None)
         self._unload(peer.name)
+        if self._slots.add(peer.name):
+            self.content = ReportedContent(self._slots, self.loads)
 
     def take(self, load: PeerLoad) -> None:
         """Store a load report, unless its instance is gone or has restarted since."""
@@ -170,21 +190,26 @@ class Router:
         if peer is not None and peer.epoch == load.epoch:
             self.loads[load.name] = load
             self._sent.pop(load.name, None)
+            self.content.note(load.name)
+            for order in self._orders.values():
+                order.changed(load.name)
 
     def _unload(self, name: str) -> None:
         self.loads.pop(name, None)
         self._sent.pop(name, None)
         self.suspects.discard(name)
         self.leaving.discard(name)
-        for kind in (IMAGE, KV):
-            self._digests.pop((name, kind), None)
+        self.content.drop(name)
+        for derived in (self._stages, self._trusted, self._orders):
+            derived.clear()
 
     def drop(self, name: str, planned: bool = False) -> PeerUp | None:
         """Remove an instance, which may come back. Returns it, if it was known."""
-        peer = self.peers.pop(name, None)
+        peer = self._peers.pop(name, None)
         if planned and peer is not None:
             self.replaced[name] = peer.epoch
         self._unload(name)
+        self._slots.drop(name)
         if peer is not None:
             self.lost[name] = peer
         return peer
@@ -198,8 +223,35 @@ class Router:
 
         Raises ``BadChoice``, as ``enter`` does.
         """
-        peers = self.trusted(self.fitting(letter, work))
+        peers = self._offered(letter, work)
         return self._chosen(letter, work, peers) if peers else None
+
+    def _offered(self, letter: str, work: Work) -> StagePeers:
+        """Those that come into question: found once for all requests that fit everywhere, which most do."""
+        if not (self.reserved or work.alone):
+            known = self._trusted.get(letter)
+            if known is None:
+                known = self._trusted[letter] = self.stage_peers(self.trusted(self._stage(letter)))
+            if known.all_fit(letter, work):
+                return known
+        return self.stage_peers(self.trusted(self.fitting(letter, work)))
+
+    def _stage(self, letter: str) -> StagePeers:
+        """All that are up and have the stage; all at all for ""."""
+        known = self._stages.get(letter)
+        if known is None:
+            having = [peer for peer in self._peers.values() if letter in peer.roles]
+            known = self._stages[letter] = StagePeers.of(having, self._slots)
+        return known
+
+    def stage_peers(self, peers: Iterable[PeerUp]) -> StagePeers:
+        """Make of instances that are up, in the order of ``peers``, what is quick to choose from."""
+        return peers if isinstance(peers, StagePeers) else StagePeers.of(peers, self._slots)
+
+    @property
+    def returns(self) -> bool:
+        """True where an instance may send preempted requests back."""
+        return self._stage("").returning
 
     def avoid(self, event: PeerSuspect | PeerLeaving) -> None:
         """Route past an instance that is silent or is to end, or no longer; ignored of a former life."""
@@ -209,6 +261,7 @@ class Router:
         peer = self.peers.get(event.name)
         if peer is not None and peer.epoch == event.epoch:
             (avoided.add if yes else avoided.discard)(event.name)
+            self._trusted.clear()
 
     def trusted(self, peers: Iterable[PeerUp]) -> list[PeerUp]:
         """Leave out those that leave or are silent, unless all are: one of these may only be slow."""
@@ -219,12 +272,12 @@ class Router:
 
     def fitting(self, letter: str, work: Work) -> Iterator[PeerUp]:
         """Instances with the stage whose pools could ever hold the request, and that it may go to just now."""
-        found = _fitting(letter, work, self.peers.values())
+        found = fitting(letter, work, self._peers.values())
         return found if not (self.reserved or work.alone) else self._open(found, work)
 
     def holding(self, letter: str, work: Work, lost: bool = False) -> Iterator[PeerUp]:
         """Those that are up, or ``lost``, whose pools could ever hold the request, reserved ones too."""
-        return _fitting(letter, work, (self.lost if lost else self.peers).values())
+        return fitting(letter, work, (self.lost if lost else self._peers).values())
 
     def _open(self, peers: Iterator[PeerUp], work: Work) -> Iterator[PeerUp]:
         """Those reserved for a request that runs alone where it does, and the others for all others."""
@@ -243,42 +296,59 @@ class Router:
     def awaits(self, letter: str, work: Work) -> bool:
         """True where the request may go to no instance with this stage now, and could to one lost or reserved."""
         known = (*self.lost.values(), *self.peers.values())
-        return not any(self.fitting(letter, work)) and any(_fitting(letter, work, known))
+        return not any(self.fitting(letter, work)) and any(fitting(letter, work, known))
+
+    def can_serve(self, letter: str, work: Work) -> bool:
+        """True where the request may go to an instance with this stage now."""
+        return bool(self._offered(letter, work))
 
     def enter(self, work: Work) -> str | None:
         """Name of the instance for the first stage: E where there are media, unless they need not be encoded."""
         if work.media and not work.encode_only and getattr(self.policy, "straight", False):
-            having = [peer for peer in self.trusted(self.fitting("P", work)) if self.has_media(peer, work)]
-            if having and not any("E" in peer.roles for peer in having):
-                return self._chosen("P", work, having)
+            peers = self._offered("P", work)
+            having = peers.mask
+            for span in work.media:
+                having = self.content.find_holders(peers, span, having)
+            if having and not having & self._stage("E").mask:
+                return self._chosen("P", work, peers.select(having))
         return self.choose("E" if work.media else "P", work)
 
-    def _chosen(self, letter: str, work: Work, peers: Sequence[PeerUp]) -> str:
+    def _chosen(self, letter: str, work: Work, peers: StagePeers) -> str:
         """Ask the policy. Raises ``BadChoice`` if that fails, or names another than one of ``peers``."""
         if getattr(self.policy, "by_host", False):
-            peers = self.hosts.choose(letter, peers, self.peers.values())
+            peers = self.hosts.choose(letter, peers, self._peers.values())
         try:
             if self.informed:
-                picked = cast(InformedPolicy, self.policy).choose(letter, work, tuple(peers), self)
+                picked = cast(InformedPolicy, self.policy).choose(letter, work, peers, self)
             else:
-                picked = cast(SimplePolicy, self.policy).choose(letter, work, tuple(peers))
+                picked = cast(SimplePolicy, self.policy).choose(letter, work, peers)
         except KeyboardInterrupt:
             raise
         except BaseException as error:  # a user's policy may raise anything, and concerns this request alone
             raise BadChoice(f"the routing policy failed at stage {letter} ({describe_error(error)})") from error
-        if not any(picked is peer for peer in peers):
+        if id(picked) not in peers.ids:
             names = ", ".join(peer.name for peer in peers)
             raise BadChoice(
                 f"the routing policy chose none of {names} at stage {letter}, but a {type(picked).__name__}"
             )
         if self.informed or self.counts:
-            self.count(picked.name, letter, _units(letter, work))
+            self.count(picked.name, letter, units_of(letter, work))
         return picked.name
 
     def count(self, name: str, letter: str, units: int) -> None:
         """Count work that was sent to an instance, until it reports."""
         sent = self._sent.setdefault(name, {})
         sent[letter] = sent.get(letter, 0) + units
+        if letter in self._orders:
+            self._orders[letter].changed(name)
+
+    def least_loaded(self, letter: str, mask: int) -> int:
+        """Those of a set of instances with the stage that have the fewest ``seconds``."""
+        order = self._orders.get(letter)
+        if order is None:
+            order = LoadOrder(self._stage(letter), self._slots, lambda name: self.seconds(name, letter))
+            self._orders[letter] = order
+        return order.least(mask)
 
     def seconds(self, name: str, letter: str) -> float:
         """Predict the seconds of work at a stage of an instance: its last report, and what was sent to it since."""
@@ -286,106 +356,33 @@ class Router:
         sent = self._sent.get(name, {}).get(letter, 0)
         if load is None:
             return sent * UNKNOWN_UNIT_S
-        return load.predicted_s.get(letter, 0.0) + sent * (load.unit_s.get(letter, 0.0) or UNKNOWN_UNIT_S)
+        known = load.predicted_s.get(letter, 0.0) + sent * (load.unit_s.get(letter, 0.0) or UNKNOWN_UNIT_S)
+        return known if known == known else inf  # of one that says that it is no number
 
     def cached_tokens(self, peer: PeerUp, letter: str, work: Work) -> int:
         """Count the prompt positions and visual tokens that an instance has cached, by its last report.
 
         Counts those of this stage and of the stages that follow on the same instance.
         """
-        stages = {letter} if work.encode_only else _stages_here(letter, peer.roles)
-        spared = self.cached_prefix(peer, work, work.prompt) if stages & {"P", "D"} else 0
-        if stages & {"E", "P"}:
-            spared += sum(span.tokens for span in work.media if self._has_span(peer, span))
-        return spared
-
-    def has_media(self, peer: PeerUp, work: Work) -> bool:
-        """True where an instance has reported the features of all media of a request."""
-        return all(self._has_span(peer, span) for span in work.media)
-
-    def _has_span(self, peer: PeerUp, span: MediaSpan) -> bool:
-        known = self.digest(peer.name, IMAGE)
-        return bool(known) and all(key[:DIGEST] in known for key in media_keys(span, peer.image_block_size))
-
-    def holder(self, span: MediaSpan, but: str) -> str:
-        """Another instance that said it has these features, a prefill instance first; "" where none did."""
-        reported = [peer for peer in self.peers.values() if peer.name != but and peer.name in self.loads]
-        having = [peer for peer in reported if self._has_span(peer, span)]
-        return min(having, key=lambda peer: ("P" not in peer.roles, peer.name)).name if having else ""
+        return self.content.cached_tokens(peer, letter, work)
 
     def cached_prefix(self, peer: PeerUp, work: Work, text: Sequence[int]) -> int:
         """Count the positions of a request's text, its prompt or more, that an instance has reported as cached."""
-        known = self.digest(peer.name, KV)
-        if not known:
-            return 0
-        hits = 0
-        for key in prefix_keys(text, work.media, peer.kv_block_size, work.salt):
-            if key[:DIGEST] not in known:
-                break
-            hits += 1
-        return hits * peer.kv_block_size
+        return self.content.cached_prefix(peer, work, text)
 
-    def digest(self, name: str, kind: str) -> frozenset[bytes]:
-        """Key prefixes (``DIGEST`` bytes) of the blocks that an instance reported as cached."""
-        load = self.loads.get(name)
-        said = load.cached.get(kind, b"") if load is not None else b""
-        old = self._digests.get((name, kind))
-        if old is None or old[0] != said:
-            keys = frozenset(said[at : at + DIGEST] for at in range(0, len(said), DIGEST))
-            old = self._digests[name, kind] = (said, keys)
-        return old[1]
+    def has_media(self, peer: PeerUp, work: Work) -> bool:
+        """True where an instance has reported the features of all media of a request."""
+        return self.content.has_media(peer, work)
+
+    def holder(self, span: MediaSpan, but: str) -> str:
+        """Another instance that said it has these features, a prefill instance first; "" where none did."""
+        peers = self._stage("")
+        having = peers.select(self.content.find_holders(peers, span, peers.mask & ~self._slots.bit(but)))
+        return min(having, key=lambda peer: ("P" not in peer.roles, peer.name)).name if having else ""
 
     def known(self, letter: str) -> bool:
         """True where an instance has the stage, be it up or lost."""
         return self.has(letter) or self.misses(letter)
 
     def has(self, letter: str) -> bool:
-        return any(letter in peer.roles for peer in self.peers.values())
-
-
-def _fitting(letter: str, work: Work, peers: Iterable[PeerUp]) -> Iterator[PeerUp]:
-    """Instances with the stage whose pools could ever hold the request; its need is the same for all of a kind."""
-    known: dict[tuple[str, int, int], dict[str, int]] = {}
-    for peer in peers:
-        if letter in peer.roles:
-            kind = (peer.roles, peer.image_block_size, peer.kv_block_size)
-            need = known.get(kind)
-            if need is None:
-                need = known[kind] = needs(letter, work, *kind)
-            for wanted, count in need.items():
-                if count > peer.pools.get(wanted, 0):
-                    break
-            else:
-                yield peer
-
-
-def _units(letter: str, work: Work) -> int:
-    """Units that a request adds to a stage: visual tokens (E), prompt positions (P), a row (D)."""
-    if letter == "E":
-        return sum(span.tokens for span in work.media)
-    return len(work.prompt) if letter == "P" else 1
-
-
-def needs(letter: str, work: Work, roles: str, image_block_size: int, kv_block_size: int) -> dict[str, int]:
-    """Blocks by kind that a request holds at stage ``letter`` (and at those that follow on the same instance)."""
-    stages = {letter} if work.encode_only else _stages_here(letter, roles)
-    need: dict[str, int] = {}
-    for span in work.media if stages & {"E", "P"} else ():
-        need[IMAGE] = need.get(IMAGE, 0) + blocks_for(span.tokens, image_block_size)
-    if stages & {"P", "D"}:
-        need[KV] = blocks_for(kv_tokens(work, decodes="D" in stages), kv_block_size)
-    return need
-
-
-def _stages_here(letter: str, roles: str) -> set[str]:
-    stages = {letter}
-    for following in "EPD"["EPD".index(letter) + 1 :]:
-        if following not in roles:
-            break
-        stages.add(following)
-    return stages
-
-
-def kv_tokens(work: Work, decodes: bool) -> int:
-    """KV entries to reserve: the text, and where decoding happens one for every output but the last."""
-    return len(work.prompt) + (work.max_tokens - 1 if decodes else work.outputs)
+        return bool(self._stage(letter))

@@ -29,8 +29,9 @@ from trinity.core.messages import (
     Value,
     Work,
 )
-from trinity.core.routing import PrefixHits, RoundRobin, RoutingPolicy, needs
+from trinity.core.routing import PrefixHits, RoundRobin, RoutingPolicy
 from trinity.core.scheduler import BatchRules
+from trinity.core.stage_needs import needs
 from trinity.core.transfers import TransferPolicy
 from trinity.testing.virtual import VirtualCluster, make_settings
 

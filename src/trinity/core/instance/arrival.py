@@ -11,7 +11,8 @@ from trinity.core.instance.state import State, failure, nowhere
 from trinity.core.messages import IMAGE, Failure, Submit, Work
 from trinity.core.migration.remote_features import skip_cached_remotely
 from trinity.core.migration.source import offer_found
-from trinity.core.routing import BadChoice, needs
+from trinity.core.routing import BadChoice
+from trinity.core.stage_needs import needs
 
 
 def handle_submit(s: State, event: Submit, now: float) -> None:
