@@ -37,8 +37,6 @@ from trinity.transport.registry import make_transport
 logger = logging.getLogger("trinity")
 INLINE_DIGEST_BYTES = 4 << 20  # digests of fewer bytes take less time than a hand-over to a thread and back
 INLINE_KEYED_BYTES = 256 << 10  # the same of digests under a key, which take fifteen times as long
-
-
 BLOCK_KINDS = (IMAGE, KV)
 
 
@@ -136,10 +134,11 @@ class Connector:
         return published
 
     def unbind(self, memories: Mapping[str, BlockMemory]) -> None:
-        """Undo ``bind`` for pools that have read nothing yet: their name is free, and they are withdrawn."""
+        """Undo ``bind``: the name is free, the pools are withdrawn, and so is what reads into them: nobody may now."""
         for key in [key for key, memory in self._memories.items() if memory is memories.get(key[1])]:
             withdraw(self.routes[key[1]].transport, self._memories.pop(key))
             self._descriptors.pop(key, None)
+            self.forget(key[0])
 
     def check_unbound(self, instance: str) -> None:
         """Raise ``ConfigError`` if no instance of this name can be bound."""
@@ -157,7 +156,7 @@ class Connector:
         """Remove a peer that is gone: its pools cannot be read any more."""
         for key in [key for key in self._descriptors if key[0] == peer and key not in self._memories]:
             del self._descriptors[key]
-        for attached in [each for each in self._remotes if each[1] == peer]:
+        for attached in [each for each in self._remotes if each[1] == peer or each[::2] not in self._memories]:
             self._detach(self._remotes.pop(attached))
 
     def _detach(self, remote: Remote) -> None:
@@ -290,8 +289,9 @@ class Connector:
                 descriptor = self._descriptors.get((source, kind))
                 if descriptor is None:
                     raise PeerLost(f"{source} is gone, or has no {kind} blocks", transport.scheme, source)
-                remote = await contain(transport.attach(descriptor, self._memories[instance, kind]), transport.scheme)
-                if self._descriptors.get((source, kind)) is not descriptor:
+                into = self._memories[instance, kind]
+                remote = await contain(transport.attach(descriptor, into), transport.scheme)
+                if self._descriptors.get((source, kind)) is not descriptor or self._memories.get(key[::2]) is not into:
                     self._detach(remote)
                     raise PeerLost(f"{source} was lost while attaching to its pool", transport.scheme, source)
                 self._remotes[key] = remote

@@ -83,6 +83,40 @@ async def test_what_was_attached_is_closed_and_the_next_life_attached_anew() -> 
     assert transport.closed == 2
 
 
+async def test_what_was_attached_goes_with_the_pools_that_it_reads_into() -> None:
+    """The next pools of the name get what is pulled, and not the former ones, which nobody reads any more."""
+    shape = BlockShape("kv", (1, 2, 1, 4, 8), torch.float32)
+    source, former, later = (BlockMemory(shape, 2) for _ in range(3))
+    made = Connector("inproc")
+    made.bind("P0", {"kv": source})
+    made.bind("D0", {"kv": former})
+    source.tensor[0] = 7.0
+    assert (await pulled(made)).failure is None
+    assert former.tensor[1].eq(7.0).all()
+    made.unbind({"kv": former})
+    made.bind("D0", {"kv": later})
+    former.tensor.zero_()
+    assert (await pulled(made)).failure is None
+    assert later.tensor[1].eq(7.0).all()
+    assert former.tensor.eq(0.0).all()
+    await made.aclose()
+
+
+async def test_pools_that_go_while_they_are_attached_are_not_read_into() -> None:
+    made, transport = await connector()
+    former, later = cast(BlockMemory, object()), cast(BlockMemory, object())
+    made._memories["D0", "kv"] = former
+    transport.gate.clear()
+    pulling = asyncio.ensure_future(pulled(made))
+    await asyncio.sleep(0)
+    made._memories["D0", "kv"] = later
+    transport.gate.set()
+    assert (await pulling).failure is not None
+    assert not made._remotes
+    await made.aclose()
+    assert transport.closed == 1
+
+
 async def test_a_peer_lost_while_it_is_attached_to_does_not_stay() -> None:
     made, transport = await connector()
     transport.gate.clear()

@@ -18,8 +18,8 @@ from support.every_order import Search
 from trinity.core.failure_policy import FailurePolicy
 from trinity.core.frontend_request import FrontendRequest
 from trinity.core.instance.settings import Settings
-from trinity.core.messages import FRONTEND, Fetch, Fetched, Offer, PeerDown, Send, Submit
-from trinity.core.peer_exit import PeerLeaving
+from trinity.core.messages import FRONTEND, Fetch, Fetched, Offer, PeerDown, PeerUp, Send, Submit
+from trinity.core.peer_exit import PeerLeaving, PeerRemoved
 from trinity.core.routing import Router
 from trinity.core.scheduler import BatchRules
 from trinity.core.transfers import TransferPolicy
@@ -132,6 +132,31 @@ def test_one_that_is_gone_leaves_no_more() -> None:
     core.handle(PeerLeaving("D0", 0, leaving=True), 0.0)  # it comes late: that one is dead
     assert "D0" not in core.state.router.peers
     assert not core.state.router.leaving
+
+
+def test_one_that_is_removed_is_waited_for_no_more() -> None:
+    """Before that its stage is away; then there is none, for requests that wait as well."""
+    core = make_frontend("E0 P0 D0", failures=FailurePolicy())
+    core.handle(PeerDown("E0", planned=True), 1.0)
+    core.handle(Submit(work("r", "cat", 1)), 1.0)
+    (entry,) = core.entries.values()
+    assert entry.waits
+    assert core.handle(PeerRemoved("E0", 0), 2.0)[0].failure.error == "RequestTooLarge"  # type: ignore[attr-defined]
+    assert not core.entries
+    assert not core.router.lost
+    assert core.next_timer() is None
+
+
+def test_the_end_of_a_former_one_of_the_name_removes_nothing() -> None:
+    core = make_core("P0", peers="D0 D1")
+    core.handle(PeerUp("D1", "D", 3, {"kv": 40}), 0.0)
+    core.handle(PeerRemoved("D1", 2), 1.0)
+    assert "D1" in core.state.router.peers
+    core.handle(PeerDown("D1"), 2.0)
+    core.handle(PeerRemoved("D1", 2), 3.0)
+    assert "D1" in core.state.router.lost
+    core.handle(PeerRemoved("D1", 3), 4.0)
+    assert "D1" not in core.state.router.lost
 
 
 @pytest.mark.parametrize(("planned", "counted"), [(True, 0), (False, 1)])

@@ -93,7 +93,7 @@ async def test_every_pair_of_roles_in_threads(one: str, other: str, drain_s: flo
         again = await asyncio.wait_for(asyncio.gather(*map(pipe.complete, more)), LIVENESS_S)
         assert [each.token_ids for each in again[:6]] == wanted() * 2
         assert pipe.hosts[f"{one}1"].steps, "it serves in its new role"
-        assert {title.split()[0] for title in switches_of(pipe)} == {"drain", "become"}
+        assert {title.split()[0] for title in switches_of(pipe)} == {"offload", "migration", "onload"}
 
 
 def unseen() -> list[Image.Image]:
@@ -121,6 +121,19 @@ async def test_every_pair_of_roles_between_processes(one: str, other: str) -> No
         assert [each.token_ids for each in outputs[:3]] == wanted()
         assert [each.token_ids for each in outputs[3:]] == [each.token_ids for each in alone]
         assert pipe.health[f"{one}1"].losses == 0, "none of it was a loss"
+
+
+@pytest.mark.parametrize("hosting", ["thread", "process"])
+async def test_one_that_decodes_again_gets_blocks_in_its_new_pools(hosting: str) -> None:
+    """On threads what P had attached to for its former life wrote into the pools of that one."""
+    async with emulated("1E1P2D", hosting) as pipe:
+        for roles in ("", "E", "D"):
+            if roles:
+                await asyncio.wait_for(pipe.switch("D1", roles), LIVENESS_S)
+            requests = asked() + asked()
+            outputs = await asyncio.wait_for(asyncio.gather(*map(pipe.complete, requests)), LIVENESS_S)
+            assert [each.token_ids for each in outputs] == [right(each) for each in requests]
+        assert any("D1" in each.route for each in outputs)
 
 
 @pytest.mark.parametrize("hosting", ["thread", "process"])

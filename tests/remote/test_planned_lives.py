@@ -11,18 +11,27 @@ import pytest
 from remote.test_supervisor_core import come_up, core_of, table
 from support.supervised_world import World
 from trinity.core.messages import Tick
-from trinity.remote.supervisor_core import BACKOFF_S, LifePhase
+from trinity.remote.supervisor_core import BACKOFF_S, LifePhase, SupervisorCore
 from trinity.remote.supervisor_messages import (
+    Add,
+    Begin,
+    CloseAll,
     Down,
     Ended,
     Fence,
     Launch,
     Leave,
     Leaving,
+    Linked,
+    Loaded,
     Lost,
     Quiet,
+    Remove,
+    Removed,
     Replace,
+    Retire,
     Separate,
+    StartLauncher,
     Suspect,
     Up,
 )
@@ -106,17 +115,116 @@ def test_its_failures_are_counted_from_its_end() -> None:
     assert core.members["D"].failures == 0
 
 
+# ---------------------------------------------------------------- one more, one less
+
+
+def test_one_more_is_started_and_met() -> None:
+    core = core_of("ED")
+    table(core, [(1.0, Add("P", False), [Launch("P", 0, 1)])])
+    assert come_up(core, "P", 0, 2.0)[-1] == Up("P", 0)
+    assert core.health("P", 2.0).state == "up"
+
+
+def test_the_first_that_is_started_here_takes_a_launcher() -> None:
+    core = SupervisorCore(["E"], ["E"])
+    core.handle(Begin(), 0.0)
+    table(core, [(1.0, Add("P", False), [StartLauncher(1), Launch("P", 0, 1)])])
+    table(core, [(1.0, Add("D", True), [Launch("D", 0, 0)])])
+
+
+def test_one_is_removed_once_it_has_ended() -> None:
+    core = core_of("ED")
+    table(
+        core,
+        [
+            (1.0, Remove("D", "for this test"), [
+                Fence("D", 0), Separate("E", 0, "D", 0), Down("D", 0, "for this test", planned=True)]),
+            (1.1, Remove("D", "for this test"), []),
+            (1.2, Ended("D", 0), [Removed("D", 0)]),
+            (1.3, Tick(), []),
+            (1.4, Lost("D", 0, "late"), []),
+            (1.4, Quiet("D", 0, 30.0), []),
+        ],
+    )  # fmt: skip
+    assert set(core.members) == {"E"}
+    assert core.next_timer() is None
+
+
+def test_one_that_is_away_is_removed_at_once_or_as_it_has_ended() -> None:
+    core = core_of("EPD")
+    core.handle(Lost("D", 0, "killed"), 1.0)
+    table(core, [(1.1, Remove("D", ""), []), (1.2, Ended("D", 0), [Removed("D", 0)])])
+    core.handle(Lost("P", 0, "killed"), 2.0)
+    core.handle(Ended("P", 0), 2.0)
+    table(core, [(2.1, Remove("P", ""), [Removed("P", 0)]), (9.0, Tick(), [])])
+
+
+def test_one_that_is_being_started_is_ended_first() -> None:
+    core = core_of("ED")
+    core.handle(Add("P", False), 1.0)
+    table(
+        core,
+        [
+            (
+                1.1,
+                Remove("P", "never mind"),
+                [
+                    Fence("P", 0),
+                    *(Separate(each, 0, "P", 0) for each in "ED"),
+                    Down("P", 0, "never mind", planned=True),
+                ],
+            ),
+            (1.2, Loaded("P", 0), []),
+            (1.3, Ended("P", 0), [Removed("P", 0)]),
+        ],
+    )
+
+
+def test_the_next_of_its_name_has_the_next_epoch() -> None:
+    core = core_of("ED")
+    core.handle(Remove("D", ""), 1.0)
+    core.handle(Ended("D", 0), 1.0)
+    table(core, [(2.0, Add("D", False), [Launch("D", 1, 1)]), (2.1, Loaded("D", 0), [])])
+
+
+def test_who_waits_to_meet_one_that_is_removed_comes_up() -> None:
+    core = core_of("ED")
+    core.handle(Add("P", False), 1.0)
+    core.handle(Loaded("P", 0), 1.5)
+    core.handle(Linked("P", 0, "E", 0), 1.6)
+    core.handle(Linked("E", 0, "P", 0), 1.6)
+    assert Up("P", 0) in core.handle(Remove("D", ""), 2.0)
+
+
+def test_nothing_is_added_to_one_that_closes() -> None:
+    core = core_of("ED")
+    core.handle(Retire(), 1.0)
+    table(core, [(1.0, Add("P", False), [])])
+    core.handle(CloseAll(), 1.1)
+    table(core, [(1.2, Remove("D", ""), []), (1.3, Ended("D", 0), [Removed("D", 0)])])
+
+
 @pytest.mark.parametrize("part", range(4))
 def test_amid_kills_and_freezes_all_are_whole_in_the_end(part: int) -> None:
+    grown = 0
     for seed in range(part * 100, part * 100 + 100):
         world = play(seed)
+        grown += "X" in world.core.members
         world.run(world.now + 200.0, partial(getattr, world, "whole"))
         assert world.whole, seed
-        told = [each for each in world.told if isinstance(each, (Down, Suspect, Up, Leaving))]
+        told = [each for each in world.told if isinstance(each, (Down, Suspect, Up, Leaving, Removed))]
         assert len(told) == len(world.told)
+    assert 10 < grown < 60
+
+
+def add_or_remove(world: World, life: tuple[str, int]) -> None:
+    """Of the name X there is one, and then none."""
+    world.tell(Remove("X", "for this test") if "X" in world.core.members else Add("X", False))
 
 
 ACTS: list[Callable[[World, tuple[str, int]], None]] = [
+    add_or_remove,
+    add_or_remove,
     lambda world, life: world.tell(Leave(*life)),
     lambda world, life: world.tell(Leave(*life, leaving=False)),
     lambda world, life: world.tell(Replace(*life, "for this test")),
@@ -131,6 +239,7 @@ def play(seed: int) -> World:
     world, draw = World("EPD", seed), random.Random(seed)
     world.run(20.0)
     for _ in range(draw.randrange(1, 8)):
-        draw.choice(ACTS)(world, world.life(draw.choice("EPD")))
+        names = [*"EPD", *(["X"] if "X" in world.core.members else [])]
+        draw.choice(ACTS)(world, world.life(draw.choice(names)))
         world.run(world.now + draw.choice([0.0, 0.1, 1.0, 5.0]))
     return world

@@ -28,6 +28,7 @@ from trinity.remote.supervisor_messages import (
     Loaded,
     Lost,
     Quiet,
+    Removed,
     Separate,
     StartLauncher,
     Suspect,
@@ -202,7 +203,8 @@ class World:
         elif isinstance(command, Down):
             assert self.up.pop(command.name, command.epoch) == command.epoch
         else:
-            assert isinstance(command, (Suspect, Leaving))
+            assert isinstance(command, (Suspect, Leaving, Removed))
+            assert not isinstance(command, Removed) or command.name not in self.up
 
     # ------------------------------------------------------------ faults
 

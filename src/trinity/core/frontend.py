@@ -66,7 +66,7 @@ from trinity.core.messages import (
     Value,
     Work,
 )
-from trinity.core.peer_exit import PeerLeaving
+from trinity.core.peer_exit import PeerLeaving, PeerRemoved
 from trinity.core.routing import RoutingPolicy
 
 MAX_WAITING_BYTES = 4 << 30
@@ -109,6 +109,7 @@ class FrontendCore(FrontendStarts):
             PeerLoad: lambda event, now: self.router.take(event),
             PeerSuspect: self._suspected,
             PeerLeaving: lambda event, now: self.router.avoid(event),
+            PeerRemoved: self._removed,
         }
 
     def handle(self, event: Value, now: float) -> list[Value]:
@@ -245,6 +246,12 @@ class FrontendCore(FrontendStarts):
             self._check_lives(entry, now)
             if request in self.entries and entry.aborted and event.name in entry.route:
                 self._cancel(entry)  # the first one may have ended there
+
+    def _removed(self, event: PeerRemoved, now: float) -> None:
+        """Forget an instance. Those that wait for it alone are told so, and wait no longer."""
+        self.router.forget(event)
+        self.losses.pop(event.name, None)
+        self._retry_waiting(now)
 
     def _cancel(self, entry: FrontendRequest) -> None:
         self._out += [Send(name, Cancel(entry.work.request)) for name in whom_to_cancel(entry, self.router)]

@@ -1,4 +1,4 @@
-"""PeerLeaving: message that an instance's life is to end once it is empty."""
+"""Messages about instances that leave: PeerLeaving, before a life's end; PeerRemoved, once no life follows it."""
 
 from __future__ import annotations
 
@@ -11,3 +11,10 @@ class PeerLeaving(Value, frozen=True):
     name: str
     epoch: int
     leaving: bool
+
+
+class PeerRemoved(Value, frozen=True):
+    """An instance does not come back after this life, of whose end was told before: nobody waits for it any more."""
+
+    name: str
+    epoch: int

@@ -18,7 +18,7 @@ from trinity.core.cached_content import ReportedContent
 from trinity.core.load_order import LoadOrder
 from trinity.core.messages import MediaSpan, PeerLoad, PeerReserved, PeerSuspect, PeerUp, Work
 from trinity.core.near_hosts import HostTurns
-from trinity.core.peer_exit import PeerLeaving
+from trinity.core.peer_exit import PeerLeaving, PeerRemoved
 from trinity.core.stage_needs import fitting, units_of
 from trinity.core.stage_peers import Slots, StagePeers
 from trinity.errors import describe_error
@@ -213,6 +213,12 @@ class Router:
         if peer is not None:
             self.lost[name] = peer
         return peer
+
+    def forget(self, event: PeerRemoved) -> None:
+        """Remove an instance for good. One of its name that was added since has a later epoch, and stays."""
+        lost = self.lost.get(event.name)
+        if lost is not None and lost.epoch <= event.epoch:
+            del self.lost[event.name]
 
     def misses(self, letter: str) -> bool:
         """True where instances with this stage were known and all of them are gone."""

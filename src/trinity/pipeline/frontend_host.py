@@ -13,6 +13,7 @@ from trinity.connector import Connector
 from trinity.core.frontend import Abort, Deliver, End, FrontendCore
 from trinity.core.frontend_events import MoveEnd, Prepare
 from trinity.core.messages import PeerDown, Send, Submit, Tick, Value
+from trinity.core.peer_exit import PeerRemoved
 from trinity.errors import ClosedError, ConfigError, Overloaded, RequestError
 from trinity.metrics import Metrics
 from trinity.pipeline.inputs_again import prepare_again
@@ -203,6 +204,8 @@ class FrontendHost:
                 self._start_to_prepare(command.request, command.life)
             elif isinstance(command, MoveEnd):
                 self._moves.answer(command)
+        if isinstance(event, PeerRemoved):
+            self.reached.pop(event.name, None)
         self._arm()
         if len(self.core.entries) < before:
             self._note_departure()
@@ -236,7 +239,10 @@ class FrontendHost:
             self._timer.cancel()
 
     def send_to_peer(self, name: str, message: Value) -> None:
-        self.reached[name].post(message)
+        """Pass a message on; one for an instance that was removed is dropped."""
+        handle = self.reached.get(name)
+        if handle is not None:
+            handle.post(message)
 
     def send_to_frontend(self, messages: list[Value]) -> None:
         """Pass the instances' messages to the front end."""

@@ -131,7 +131,7 @@ class Pipeline(PlacementChanges):
         self.placement = Placement.of(each.group for each in self.instances)
         self.slo, self.routing, self._processing = slo, routing, (limits, ignore_generation_config, spread)
         self.hosting = supervisor.check_hosting(hosting, self.instances, processes)
-        self.connector = make_connector(connector, verify, hosting)
+        self.connector, self._options = make_connector(connector, verify, hosting), options
         self._process_config, self._secret = processes, supervisor.resolve_secret(self.instances, processes.secret)
         self.trace, self.metrics, self.timeline = Trace(limit_bytes=TRACE_BYTES), Metrics(slo), Timeline()
         own = FrontendCore(routing_policy(routing), max_waiting, max_waiting_bytes, failures or FailurePolicy(), spread)

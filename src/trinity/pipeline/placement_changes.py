@@ -1,39 +1,40 @@
-"""PlacementChanges: a running pipeline's instances switch roles, one at a time, and nothing that is served is lost."""
+"""PlacementChanges: a running pipeline's instances switch roles, come and go, one at a time, and nothing is lost."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
 from trinity.adapt.auto import name_shape
 from trinity.connector import Connector
-from trinity.core.messages import PeerDown, PeerUp
-from trinity.core.peer_exit import PeerLeaving
 from trinity.core.routing import RoutingPolicy, routing_policy
-from trinity.errors import ChangeRefused, ClosedError, PlacementError, TrinityError
+from trinity.errors import ChangeRefused, ClosedError, ConfigError, PlacementError, TrinityError
 from trinity.errors.arguments import Number, check_value
 from trinity.instance import Instance
-from trinity.pipeline.deploy import list_plan_options
+from trinity.pipeline.deploy import InstanceOptions, list_plan_options
 from trinity.pipeline.frontend_host import FrontendHost
 from trinity.pipeline.switch_order import (
     RoleChange,
+    check_added,
+    check_removed,
     check_switch,
     describe_instances,
-    order_switches,
+    order_changes,
 )
+from trinity.pipeline.thread_instances import ThreadInstances
 from trinity.placement import Placement
 from trinity.planner import Plan
 from trinity.remote import instance_processes, planned_restart, supervisor
+from trinity.remote.wire import Setup
 from trinity.runtime import loader
 from trinity.runtime.host import InstanceHost, LoadedInstance
-from trinity.runtime.shielded_wait import run_to_end, wait_shielded
+from trinity.runtime.shielded_wait import run_to_end
 from trinity.timeline import Timeline
 
 logger = logging.getLogger("trinity")
@@ -41,10 +42,13 @@ DRAIN_S = 30.0
 
 
 class Switch(msgspec.Struct, frozen=True):
-    """Record of an instance's switch to other roles.
+    """Record of an instance that has switched to other roles, was added or was removed.
 
-    - ``name``, ``former``, ``roles``: the instance, what it was, and what it is.
-    - ``drain_s``, ``change_s`` (seconds): until it was empty, and from then until it served in its new roles.
+    - ``name``, ``former``, ``roles``: the instance, what it was ("": added), and what it is ("": removed).
+    - ``drain_s`` (seconds): until it was empty; EPDServe's offload.
+    - ``change_s`` (seconds): from then until it served in its new roles, or was gone.
+    - ``migration_s`` (seconds): of ``change_s``, until its former life had ended and its next one had its weights and
+      pools. On threads a switch loads these ahead of the drain, and it is 0.
     - ``emptied``: False where its last requests had to go on elsewhere, with their tokens so far.
     """
 
@@ -54,13 +58,20 @@ class Switch(msgspec.Struct, frozen=True):
     drain_s: float
     change_s: float
     emptied: bool
+    migration_s: float = 0.0
+
+    @property
+    def onload_s(self) -> float:
+        """Seconds of ``change_s`` after ``migration_s``, in which it met the others."""
+        return self.change_s - self.migration_s
 
 
 class PlacementChanges:
-    """Part of ``Pipeline``: roles of its instances change while it serves (EPDServe 3.2.4, TriInfer 4.4).
+    """Part of ``Pipeline``: its instances change while it serves (EPDServe 3.2.4, TriInfer 4.4).
 
-    A switch is a planned restart: new work goes past the instance, what is there ends, and its next life has other
-    roles. A request that it still has after ``drain_s`` is recovered as after a loss, exactly.
+    A switch is a planned restart: new work goes past the instance, what is there ends or moves on, and its next life
+    has other roles; a removal has no next life. A request that it still has after ``drain_s`` is recovered as after a
+    loss, exactly.
     """
 
     instances: list[Instance]
@@ -69,6 +80,9 @@ class PlacementChanges:
     timeline: Timeline
     connector: Connector
     routing: str | RoutingPolicy
+    hosting: Literal["thread", "process"]
+    _options: InstanceOptions
+    _secret: bytes | None
     _frontend: FrontendHost
     _serving_config: loader.ServingConfig
     _process_config: supervisor.ProcessConfig
@@ -86,17 +100,43 @@ class PlacementChanges:
         """
         drain_s = check_value("drain_s", drain_s, Number)
         async with self._change(f"instance {name} switches to {roles}"):
-            change = check_switch(self.instances, name, roles)
-            return await self._switch(change, {}, drain_s)
+            return await self._carry_out(check_switch(self.instances, name, roles), {}, drain_s)
 
-    async def apply(self, placement: str | Placement | Plan, *, drain_s: float = DRAIN_S) -> list[Switch]:
+    async def add(self, instance: Instance) -> Switch:
+        """Add an instance: ``await pipe.add(trinity.Instance("D"))``; it gets the next free name if it has none.
+
+        Raises ``ConfigError`` for a name that is in use, an address without ``ProcessConfig(secret=...)``, or one that
+        the transport does not reach; ``PlacementError`` for roles that the model has no use for; ``ChangeRefused`` as
+        ``switch`` does; and the error for which it does not come up. Then, or cancelled, all is as it was.
+        """
+        spec = check_added(self.instances, check_value("instance", instance, Instance))
+        async with self._change(f"instance {spec.name} is added"):
+            self._check_new(spec)
+            return await self._begin(spec)
+
+    async def remove(self, name: str, *, drain_s: float = DRAIN_S) -> Switch:
+        """Remove an instance, as soon as it is empty or ``drain_s`` has passed: ``await pipe.remove("D1")``.
+
+        Cancelled before that, it stays. One that is away itself may be removed. Raises ``UnknownName``;
+        ``PlacementError`` for the last one of a stage; ``ChangeRefused`` as ``switch`` does.
+        """
+        drain_s = check_value("drain_s", drain_s, Number)
+        async with self._change(f"instance {name} is removed", but=name):
+            return await self._end(check_removed(self.instances, name), drain_s)
+
+    async def apply(
+        self, placement: str | Placement | Plan, *, resize: bool = False, drain_s: float = DRAIN_S
+    ) -> list[Switch]:
         """Have instances switch, one after another, until they are this placement; return the switches.
 
         They are the fewest that do, in an order in which no stage is left without an instance, if there is one: else
         requests wait for that stage meanwhile (``FailurePolicy.wait_s``). Of a ``Plan`` they take its settings, too.
 
-        Raises as ``switch`` does, and ``PlacementError`` for another number of instances, or a plan for another model.
-        After an error all instances are switched back.
+        resize (False): take a placement of another number of instances. Those that lack are added first, as the
+        pipeline's own keywords make them; those too many are removed last.
+
+        Raises as ``switch`` and ``add`` do, and ``PlacementError`` for another number of instances without ``resize``,
+        or a plan for another model. After an error all changes are undone, the last one first.
         """
         drain_s = check_value("drain_s", drain_s, Number)
         async with self._change(f"placement {placement} is applied" if isinstance(placement, str) else "it is changed"):
@@ -105,23 +145,27 @@ class PlacementChanges:
             done: list[Switch] = []
             former = list(self.instances)
             try:
-                for change in order_switches(self.instances, wanted):
+                for change in order_changes(self.instances, wanted, resize):
                     options = list_plan_options(placement, change.roles) if isinstance(placement, Plan) else {}
-                    done.append(await self._switch(change, options, drain_s))
+                    done.append(await self._carry_out(change, options, drain_s))
             except ClosedError:
                 raise
             except TrinityError:
-                await self._switch_back(done, former, drain_s)
+                await self._undo(done, former, drain_s)
                 raise
             return done
 
     @property
     def change_obstacle(self) -> str:
         """Reason why no change can be made just now: another one, or an instance that is away; empty if one can."""
+        return self._find_obstacle("")
+
+    def _find_obstacle(self, but: str) -> str:
+        """Find a reason why no change can be made just now; ``but``: an instance that may be away."""
         if self._changing:
             return f"another change is under way ({self._changing}); wait until it is done"
         away = {} if self._processes is None else self._processes.health()
-        told = [f"{name} is {health.state}" for name, health in away.items() if health.state != "up"]
+        told = [f"{name} is {health.state}" for name, health in away.items() if health.state != "up" and name != but]
         return f"an instance is away ({', '.join(told)}); wait until all are up" if told else ""
 
     def _read_placement(self, given: str | Placement | Plan) -> Placement:
@@ -132,20 +176,28 @@ class PlacementChanges:
             given = given.placement
         return Placement.parse(given) if isinstance(given, str) else check_value("placement", given, Placement)
 
-    async def _switch_back(self, done: Sequence[Switch], former: Sequence[Instance], drain_s: float) -> None:
-        """Undo switches, the last one first. What cannot be undone is logged: the error that led here matters more."""
+    async def _undo(self, done: Sequence[Switch], former: Sequence[Instance], drain_s: float) -> None:
+        """Undo changes, the last one first. What cannot be undone is logged: the error that led here matters more."""
         settings = {each.name: each for each in former}
         for each in reversed(done):
             try:
-                await self._begin_anew(settings[each.name], drain_s)
+                if not each.former:
+                    await self._end(each.name, drain_s)
+                elif not each.roles:
+                    await self._begin(settings[each.name])
+                else:
+                    await self._begin_anew(settings[each.name], drain_s)
             except TrinityError:
-                logger.exception("instance %s could not switch back to %s", each.name, each.former)
+                logger.exception("the change of instance %s could not be undone", each.name)
 
     @asynccontextmanager
-    async def _change(self, what: str) -> AsyncIterator[None]:
-        """Make this the one change that is under way. Raises ``ChangeRefused`` during another, or a recovery."""
+    async def _change(self, what: str, but: str = "") -> AsyncIterator[None]:
+        """Make this the one change that is under way. Raises ``ChangeRefused`` during another, or a recovery.
+
+        but: an instance that may be away.
+        """
         self._frontend.check_open()
-        if obstacle := self.change_obstacle:
+        if obstacle := self._find_obstacle(but):
             raise ChangeRefused(obstacle)
         self._changing = what
         try:
@@ -153,72 +205,96 @@ class PlacementChanges:
         finally:
             self._changing = ""
 
-    async def _switch(self, change: RoleChange, options: Mapping[str, Any], drain_s: float) -> Switch:
-        former = next(each for each in self.instances if each.name == change.name)
+    async def _carry_out(self, change: RoleChange, options: Mapping[str, Any], drain_s: float) -> Switch:
+        """Carry out one change of an order: of an instance that runs, of a new one, or to none."""
+        former = next((each for each in self.instances if each.name == change.name), None)
+        if former is None:
+            return await self._begin(Instance(change.roles, change.name, **{**options, **self._options}))
+        if not change.roles:
+            return await self._end(change.name, drain_s)
         return await self._begin_anew(replace(former, roles=change.roles, **options), drain_s)
+
+    def _check_new(self, spec: Instance) -> None:
+        """Check that an instance may be added here. Raises ``ConfigError`` or ``PlacementError``."""
+        describe_instances([*self.instances, spec]).check(self._frontend.multimodal)
+        supervisor.check_hosting(self.hosting, [spec], self._process_config)
+        if spec.address is not None and self._secret is None:
+            raise ConfigError(
+                f"instance {spec.name} runs already, and this pipeline has a secret of its own: start the pipeline "
+                "with ProcessConfig(secret=...), and the instance with the same as its TRINITY_SECRET"
+            )
+
+    async def _begin(self, spec: Instance) -> Switch:
+        """Begin one more instance."""
+        instances, began = [*self.instances, spec], time.perf_counter()
+        if self._processes is not None:
+            by_hand = self._processes.attach(spec)
+            setups = self._make_setups(instances)
+            loaded_at = await planned_restart.begin_life(self._processes, spec.name, setups, by_hand)
+        else:
+            loaded = await self._load(spec, instances)
+            loaded_at = time.perf_counter()
+            self._threads.begin(loaded)
+        now = time.perf_counter()
+        done = Switch(spec.name, "", spec.roles, 0.0, now - began, True, loaded_at - began)
+        return self._note(done, instances, began, began)
+
+    async def _end(self, name: str, drain_s: float) -> Switch:
+        """End an instance for good."""
+        former = next(each for each in self.instances if each.name == name)
+        instances, began = [each for each in self.instances if each is not former], time.perf_counter()
+        emptying = _Emptying(self._frontend, name, drain_s)
+        if self._processes is not None:
+            await planned_restart.end_life(self._processes, name, emptying.wait())
+        else:
+            await self._threads.end(name, emptying.wait())
+        emptied = emptying.ended_at or began
+        done = Switch(name, former.roles, "", emptied - began, time.perf_counter() - emptied, emptying.emptied)
+        return self._note(done, instances, began, emptied)
 
     async def _begin_anew(self, spec: Instance, drain_s: float) -> Switch:
         """End the present life of an instance, and begin the next one by these settings."""
         former = next(each for each in self.instances if each.name == spec.name)
-        instances = [spec if each.name == spec.name else each for each in self.instances]
+        instances = [spec if each is former else each for each in self.instances]
         began = time.perf_counter()
         emptying = _Emptying(self._frontend, spec.name, drain_s)
         if self._processes is not None:
-            setups = supervisor.make_setups(
-                instances, self._serving_config, self.connector, str(self.routing), self._process_config.supply
-            )
-            await planned_restart.replace_life(self._processes, spec.name, setups, emptying.wait())
+            setups = self._make_setups(instances)
+            loaded_at = await planned_restart.replace_life(self._processes, spec.name, setups, emptying.wait())
         else:
-            await self._replace_host(spec, instances, emptying)
-        self.instances, self.placement = instances, describe_instances(instances)
+            loaded = await self._load(spec, instances)
+            loaded_at, began = 0.0, time.perf_counter()
+            await self._threads.replace(loaded, emptying.wait())
         emptied, now = emptying.ended_at or began, time.perf_counter()
-        done = Switch(spec.name, former.roles, spec.roles, emptied - began, now - emptied, emptying.emptied)
-        self.timeline.add(spec.name, "switch", f"drain {former.roles}", began, done.drain_s)
-        self.timeline.add(spec.name, "switch", f"become {spec.roles}", emptied, done.change_s)
-        logger.info("instance %s switched from %s to %s", spec.name, former.roles, spec.roles)
+        spent = (emptied - began, now - emptied, emptying.emptied, max(0.0, loaded_at - emptied))
+        return self._note(Switch(spec.name, former.roles, spec.roles, *spent), instances, began, emptied)
+
+    def _note(self, done: Switch, instances: list[Instance], began: float, emptied: float) -> Switch:
+        """Take a change down: the instances as they are now, and its parts on the timeline."""
+        self.instances, self.placement = instances, describe_instances(instances)
+        if done.former:
+            self.timeline.add(done.name, "switch", f"offload {done.former}", began, done.drain_s)
+        if done.migration_s and self._processes is not None:  # on threads it was before the offload
+            self.timeline.add(done.name, "switch", f"migration to {done.roles}", emptied, done.migration_s)
+        if done.roles:
+            self.timeline.add(done.name, "switch", f"onload {done.roles}", emptied + done.migration_s, done.onload_s)
+        logger.info("instance %s changed from %s to %s", done.name, done.former or "none", done.roles or "none")
         return done
 
-    async def _replace_host(self, spec: Instance, instances: Sequence[Instance], emptying: _Emptying) -> None:
-        """Put a new host in the place of one on threads of this process; it is loaded before the other one ends."""
-        old = self.hosts[spec.name]
-        given = (self._serving_config, [spec], self._frontend.processor, instances)
+    def _make_setups(self, instances: Sequence[Instance]) -> list[Setup]:
+        given = (self._serving_config, self.connector, str(self.routing), self._process_config.supply)
+        return supervisor.make_setups(instances, *given)
+
+    async def _load(self, spec: Instance, instances: Sequence[Instance]) -> LoadedInstance:
+        began, given = time.perf_counter(), (self._serving_config, [spec], self._frontend.processor, instances)
         [loaded] = await run_to_end(loader.load_instances, *given)
-        epoch = old.announcement().epoch
-        loaded.settings = replace(loaded.settings, epoch=epoch + 1)
-        self._announce(PeerLeaving(old.name, epoch, leaving=True))
-        try:
-            empty = await emptying.wait()
-        except BaseException:
-            self._announce(PeerLeaving(old.name, epoch, leaving=False))
-            loaded.release()
-            raise
-        await wait_shielded(asyncio.ensure_future(self._exchange(old, loaded, empty)))
+        self.timeline.add(spec.name, "switch", f"migration to {spec.roles}", began, time.perf_counter() - began)
+        return loaded
 
-    async def _exchange(self, old: InstanceHost, loaded: LoadedInstance, empty: bool) -> None:
-        pools = dict(old.loaded.memory)
-        old.stop(at_once=not empty)
-        await old.join()
-        if self._frontend.opened == "closed":  # meanwhile: nobody would end a new one
-            loaded.release()
-            self._frontend.check_open()
-        self._announce(PeerDown(old.name, planned_restart.WHY, planned=True))
-        self.connector.unbind(pools)
-        self.connector.forget(old.name)
-        made = loader.make_hosts([loaded], self._frontend, self.timeline, lambda: routing_policy(self.routing))
-        [host] = made.values()
-        for other in self.hosts.values():
-            if other is not old:
-                host.post(other.announcement())
-        self.hosts[host.name] = self._frontend.reached[host.name] = host
-        host.start()
-        self._announce(host.announcement())
-
-    def _announce(self, message: PeerUp | PeerDown | PeerLeaving) -> None:
-        """Tell the front end and every other instance on threads of this process."""
-        for host in self.hosts.values():
-            if host.name != message.name:
-                host.post(message)
-        self._frontend.post(message)
+    @property
+    def _threads(self) -> ThreadInstances:
+        given = (self.hosts, self._frontend, self.timeline, self.connector)
+        return ThreadInstances(*given, lambda: routing_policy(self.routing))
 
 
 class _Emptying:

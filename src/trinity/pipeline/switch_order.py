@@ -1,12 +1,14 @@
-"""Order of role switches: from a placement that runs to another one, with a stage lacking at no time if that can be."""
+"""Order of changes: from a placement that runs to another one, with a stage lacking at no time if that can be."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import count
 from typing import NamedTuple
 
-from trinity.errors import PlacementError, UnknownName
+from trinity.core.messages import FRONTEND
+from trinity.errors import ConfigError, PlacementError, UnknownName
 from trinity.instance import Instance
 from trinity.placement import STAGES, Group, Placement
 
@@ -14,24 +16,30 @@ MOST_TRIED = 10_000  # kinds of what is left, of a search that hardly ever comes
 
 
 class RoleChange(NamedTuple):
-    """An instance, and the roles that it is to have."""
+    """An instance, and the roles that it is to have, "" for one that is to be removed; of a new name: to be added."""
 
     name: str
     roles: str
 
 
-def order_switches(instances: Sequence[Instance], wanted: Placement) -> list[RoleChange]:
-    """List switches that make ``wanted`` of these instances, few of them, in an order in which they can be done.
+def order_changes(instances: Sequence[Instance], wanted: Placement, resize: bool = False) -> list[RoleChange]:
+    """List changes that make ``wanted`` of these instances, few of them, in an order in which they can be done.
 
-    While one switches, others have all stages of the model where an order allows that. Raises ``PlacementError`` for
-    another number of instances, and where none may have the roles that are missing.
+    Those that lack are added first, those too many removed last (``resize``). While one switches, others have all
+    stages of the model where an order allows that. Raises ``PlacementError`` for another number of instances without
+    ``resize``, and where none may have the roles that are missing.
     """
-    if wanted.size != len(instances):
+    if wanted.size != len(instances) and not resize:
         text = f"placement {wanted} has {wanted.size} instances, and {len(instances)} run"
-        raise PlacementError(f"{text}: give one of as many, which they can switch to")
-    left = _pair(instances, wanted)
-    roles = {each.name: each.roles for each in instances}
-    return _order_covered(roles, left, wanted.stages, set()) or _order_scarce(roles, left, wanted.stages)
+        raise PlacementError(f"{text}: give one of as many, which they can switch to, or resize=True")
+    left, lacking, surplus = _pair(instances, wanted)
+    if surplus and not resize:
+        text = f"placement {wanted} cannot be made of what {', '.join(each.name for each in instances)}"
+        raise PlacementError(f"{text} may be (Instance.may)")
+    added = _name_added(instances, lacking)
+    roles = {each.name: each.roles for each in instances} | dict(added)
+    order = _order_covered(roles, left, wanted.stages, set()) or _order_scarce(roles, left, wanted.stages)
+    return [*added, *order, *(RoleChange(name, "") for name in surplus)]
 
 
 def _order_covered(
@@ -67,17 +75,35 @@ def _order_scarce(roles: Mapping[str, str], left: Sequence[RoleChange], needed: 
     return ordered
 
 
-def _pair(instances: Sequence[Instance], wanted: Placement) -> list[RoleChange]:
-    """Pair instances with roles that are missing, as their ``may`` allows; as many as can be stay as they are."""
+def _pair(instances: Sequence[Instance], wanted: Placement) -> tuple[list[RoleChange], list[str], list[str]]:
+    """Pair instances with roles that are missing, as their ``may`` allows; as many as can be stay as they are.
+
+    Returns the switches, the roles that nobody gets, and the names of those that get none.
+    """
     roles = [group.roles for group in wanted.groups for _ in range(group.count)]
     owner = _match_stays(instances, roles)
     for row in range(len(instances)):
-        if row not in owner.values() and not _place(row, instances, roles, owner, set()):
-            text = f"placement {wanted} cannot be made of what {', '.join(each.name for each in instances)}"
-            raise PlacementError(f"{text} may be (Instance.may)")
+        if row not in owner.values():
+            _place(row, instances, roles, owner, set())
     changes = [RoleChange(instances[row].name, roles[at]) for at, row in sorted(owner.items())]
     now = {each.name: each.roles for each in instances}
-    return [change for change in changes if now[change.name] != change.roles]
+    lacking = [role for at, role in enumerate(roles) if at not in owner]
+    surplus = [each.name for row, each in enumerate(instances) if row not in owner.values()]
+    return [change for change in changes if now[change.name] != change.roles], lacking, surplus
+
+
+def _name_added(instances: Sequence[Instance], lacking: Sequence[str]) -> list[RoleChange]:
+    taken = {each.name for each in instances}
+    added: list[RoleChange] = []
+    for roles in lacking:
+        added.append(RoleChange(find_free_name(taken, roles), roles))
+        taken.add(added[-1].name)
+    return added
+
+
+def find_free_name(taken: Collection[str], roles: str) -> str:
+    """Find the first name for an instance of these roles that none has: "D2"."""
+    return next(name for name in (f"{roles}{number}" for number in count()) if name not in taken)
 
 
 def _match_stays(instances: Sequence[Instance], roles: Sequence[str]) -> dict[int, int]:
@@ -125,9 +151,7 @@ def check_switch(instances: Sequence[Instance], name: str, roles: str) -> RoleCh
 
     Raises ``UnknownName`` for an instance that is not there, else ``PlacementError``.
     """
-    found = next((each for each in instances if each.name == name), None)
-    if found is None:
-        raise UnknownName("instance", name, [each.name for each in instances])
+    found = _find(instances, name)
     change = RoleChange(name, Group.parse(roles).roles)
     if change.roles == found.roles:
         raise PlacementError(f"instance {name} has the roles {change.roles} already")
@@ -139,6 +163,36 @@ def check_switch(instances: Sequence[Instance], name: str, roles: str) -> RoleCh
         text = f"no instance would have stage {' and '.join(missing)} once {name} is {change.roles}"
         raise PlacementError(f"{text}; switch another one to it first")
     return change
+
+
+def check_added(instances: Sequence[Instance], added: Instance) -> Instance:
+    """Return an instance with its name, a free one if it has none. Raises ``ConfigError`` for a name that is in use."""
+    taken = {each.name for each in instances}
+    named = replace(added, name=added.name or find_free_name(taken, added.roles))
+    if named.name in taken or named.name == FRONTEND:
+        raise ConfigError(f"an instance {named.name} runs already: give another name, or none for {added.roles}0 or so")
+    return named
+
+
+def check_removed(instances: Sequence[Instance], name: str) -> str:
+    """Check that all stages are had by others than this one.
+
+    Raises ``UnknownName`` for an instance that is not there, else ``PlacementError``.
+    """
+    found = _find(instances, name)
+    rest = {letter for each in instances if each is not found for letter in each.roles}
+    missing = [letter for letter in found.roles if letter not in rest]
+    if missing:
+        text = f"no instance would have stage {' and '.join(missing)} without {name}"
+        raise PlacementError(f"{text}; add another one first, or have one switch to it")
+    return name
+
+
+def _find(instances: Sequence[Instance], name: str) -> Instance:
+    found = next((each for each in instances if each.name == name), None)
+    if found is None:
+        raise UnknownName("instance", name, [each.name for each in instances])
+    return found
 
 
 def describe_instances(instances: Iterable[Instance]) -> Placement:

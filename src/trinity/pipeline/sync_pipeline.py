@@ -103,6 +103,8 @@ class SyncPipeline:
     chat = _waiting(Pipeline.chat)
     features = _waiting(Pipeline.features)
     switch = _waiting(Pipeline.switch)
+    add = _waiting(Pipeline.add)
+    remove = _waiting(Pipeline.remove)
     apply = _waiting(Pipeline.apply)
     profile = _waiting(Pipeline.profile)
     wait_idle = _waiting(Pipeline.wait_idle)

@@ -13,8 +13,9 @@ from typing import Any
 import msgspec
 
 from trinity.core.messages import PeerSuspect, Tick, Value
-from trinity.core.peer_exit import PeerLeaving
+from trinity.core.peer_exit import PeerLeaving, PeerRemoved
 from trinity.errors import ConfigError, PeerLost, TrinityError
+from trinity.instance import Instance
 from trinity.memory.weight_shelf import WeightShelf, open_shelf
 from trinity.remote.agreement import WeightsAgreement
 from trinity.remote.channel import Address
@@ -23,7 +24,7 @@ from trinity.remote.fork_supply import ForkSupply
 from trinity.remote.guarded_supply import GuardedSupply
 from trinity.remote.instance_client import InstanceClient, Watcher
 from trinity.remote.leftovers import OwnedFolder, make_shared_folder
-from trinity.remote.supervisor import ProcessConfig
+from trinity.remote.supervisor import ProcessConfig, parse_addresses
 from trinity.remote.supervisor_core import LifePhase, SupervisorCore
 from trinity.remote.supervisor_messages import (
     Begin,
@@ -42,6 +43,7 @@ from trinity.remote.supervisor_messages import (
     Loaded,
     Lost,
     Quiet,
+    Removed,
     Retire,
     Separate,
     StartLauncher,
@@ -194,6 +196,8 @@ class InstanceSupervisor:
             self._suspect(command)
         elif isinstance(command, Leaving):
             self._announce(PeerLeaving(command.name, command.epoch, command.leaving))
+        elif isinstance(command, Removed):
+            self._drop(command)
         elif isinstance(command, (Up, Down)):
             self._hear(command)
 
@@ -206,7 +210,19 @@ class InstanceSupervisor:
         logger.warning("instance %s %s", command.name, "is silent" if command.suspected else "speaks again")
         self._announce(PeerSuspect(command.name, command.epoch, command.suspected))
 
-    def _announce(self, message: PeerLeaving | PeerSuspect) -> None:
+    def _drop(self, command: Removed) -> None:
+        """Forget an instance that does not come back, and have everybody forget it."""
+        for known in (self.members, self.setups, self.problems, self._told, self._attached.addresses):
+            known.pop(command.name, None)
+        self._lives.pop((command.name, command.epoch), None)
+        self._announce(PeerRemoved(command.name, command.epoch))
+
+    def attach(self, spec: Instance) -> bool:
+        """Note where an instance that is to be added runs; return True where it is not started on this host."""
+        self._attached.addresses.update(parse_addresses([spec]))
+        return self._supply_of(spec.name) is not self.forks
+
+    def _announce(self, message: PeerLeaving | PeerRemoved | PeerSuspect) -> None:
         """Tell the front end and every other instance of one."""
         for member in self.members.values():
             if member.name != message.name:

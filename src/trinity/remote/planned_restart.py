@@ -1,4 +1,5 @@
-"""Planned restarts: an instance's process ends once it is empty, and its next life has other roles.
+"""Planned lives: an instance's process ends once it is empty, for a next life with other roles or for none; or one more
+begins.
 
 What stages it has is settled as a process starts: so its weights, pools and connections are made by the way that every
 start takes, and what dies meanwhile is started again by the supervisor as ever.
@@ -7,21 +8,23 @@ start takes, and what dies meanwhile is started again by the supervisor as ever.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
 
-from trinity.errors import PeerLost, TrinityError
+from trinity.errors import ClosedError, ConfigError, PeerLost, TrinityError
 from trinity.remote.instance_client import InstanceClient
 from trinity.remote.supervisor_core import LifePhase, SupervisorCore
-from trinity.remote.supervisor_messages import Event, Leave, Replace
+from trinity.remote.supervisor_messages import Add, Event, Leave, Remove, Replace
 from trinity.remote.wire import Setup
 from trinity.runtime.shielded_wait import wait_shielded
 
 MOST_TRIES = 3  # lives of an instance with other roles, before it has its former ones again
 AWAY = (LifePhase.ENDING, LifePhase.WAITING)
 WHY = "it begins anew with other roles"
+WHY_REMOVED = "it is removed"
 
 
 class Supervisor(Protocol):
@@ -40,8 +43,10 @@ class Supervisor(Protocol):
     def handle(self, event: Event) -> None: ...
 
 
-async def replace_life(supervisor: Supervisor, name: str, setups: Sequence[Setup], emptied: Awaitable[bool]) -> None:
+async def replace_life(supervisor: Supervisor, name: str, setups: Sequence[Setup], emptied: Awaitable[bool]) -> float:
     """End an instance's life, and begin the next one by these setups of all; return once that serves.
+
+    Returns when it had loaded its weights (s, ``perf_counter``).
 
     emptied: awaited while new work goes past the instance; False where it is to end with what is left there. Cancelled
     meanwhile it goes on as it was; later the caller waits to the end. Raises the error for which ``MOST_TRIES`` lives
@@ -58,12 +63,70 @@ async def replace_life(supervisor: Supervisor, name: str, setups: Sequence[Setup
         supervisor.handle(Leave(name, epoch, leaving=False))
         _end_later(supervisor, name, epoch)
         raise
-    await wait_shielded(asyncio.ensure_future(_replace(supervisor, client, former, empty)))
+    return await wait_shielded(asyncio.ensure_future(_replace(supervisor, client, former, empty)))
+
+
+async def begin_life(supervisor: Supervisor, name: str, setups: Sequence[Setup], by_hand: bool) -> float:
+    """Begin one more instance by these setups of all; return once it serves, as ``replace_life`` does.
+
+    by_hand: it is not started on this host. Cancelled, it is removed. Raises ``ConfigError`` where blocks would have to
+    move otherwise than they do, and the error for which ``MOST_TRIES`` lives did not come up.
+    """
+    former, supervisor.setups = supervisor.setups, _keep_pipeline(setups, supervisor.setups)
+    try:
+        _check_routes(supervisor.setups[name], next(iter(former.values())))
+        supervisor.handle(Add(name, by_hand))
+        if name not in supervisor.core.members:
+            raise ClosedError("the pipeline was closed meanwhile; make a new one")
+        return await _wait_up(supervisor, name, supervisor.core.members[name].epoch - 1)
+    except BaseException:
+        await wait_shielded(asyncio.ensure_future(_remove(supervisor, name)))
+        supervisor.setups = former
+        raise
+
+
+def _check_routes(setup: Setup, running: Setup) -> None:
+    """Raise ``ConfigError`` where the transports of those that run do not reach this one."""
+    if setup.routes != running.routes:
+        schemes = ", ".join(sorted({each.transport for each in running.routes.values()}))
+        raise ConfigError(
+            f"instance {setup.name} is elsewhere, and the instances here move blocks by {schemes}: give the pipeline a "
+            "connector that leaves the host, by name, or one instance at an address from its start"
+        )
+
+
+async def end_life(supervisor: Supervisor, name: str, emptied: Awaitable[bool]) -> None:
+    """End an instance for good; return once it is gone. ``emptied``: as in ``replace_life``."""
+    epoch = supervisor.core.members[name].epoch
+    supervisor.handle(Leave(name, epoch))
+    try:
+        empty = await emptied
+    except BaseException:
+        supervisor.handle(Leave(name, epoch, leaving=False))
+        raise
+    await wait_shielded(asyncio.ensure_future(_end(supervisor, name, empty)))
+
+
+async def _end(supervisor: Supervisor, name: str, empty: bool) -> None:
+    if empty and supervisor.core.members[name].phase is LifePhase.UP:
+        client = supervisor.members[name]
+        client.stop()
+        await client.join()
+    await _remove(supervisor, name)
+
+
+async def _remove(supervisor: Supervisor, name: str) -> None:
+    if name in supervisor.core.members:
+        supervisor.handle(Remove(name, WHY_REMOVED))
+    while name in supervisor.core.members:
+        supervisor.changed.clear()
+        await supervisor.changed.wait()
 
 
 def _keep_pipeline(setups: Sequence[Setup], former: Mapping[str, Setup]) -> dict[str, Setup]:
     """Leave the instances members of the same pipeline: they refuse others."""
-    return {each.name: msgspec.structs.replace(each, pipeline=former[each.name].pipeline) for each in setups}
+    pipeline = next(iter(former.values())).pipeline
+    return {each.name: msgspec.structs.replace(each, pipeline=pipeline) for each in setups}
 
 
 def _end_later(supervisor: Supervisor, name: str, epoch: int) -> None:
@@ -73,26 +136,31 @@ def _end_later(supervisor: Supervisor, name: str, epoch: int) -> None:
         supervisor.handle(Replace(name, member.epoch, "it begins anew with its former roles"))
 
 
-async def _replace(supervisor: Supervisor, client: InstanceClient, former: dict[str, Setup], empty: bool) -> None:
+async def _replace(supervisor: Supervisor, client: InstanceClient, former: dict[str, Setup], empty: bool) -> float:
     name, epoch = client.name, client.setup.epoch
     if empty:  # its leases have been released, or will be
         client.stop()
         await client.join()
     supervisor.handle(Replace(name, epoch, WHY))
     try:
-        await _wait_up(supervisor, name, epoch)
+        return await _wait_up(supervisor, name, epoch)
     except TrinityError:
         supervisor.setups = former
         await _wait_up(supervisor, name, supervisor.core.members[name].epoch)
         raise
 
 
-async def _wait_up(supervisor: Supervisor, name: str, epoch: int) -> None:
-    """Wait until a life after this one serves. Raises the last problem where ``MOST_TRIES`` did not come up."""
-    member, last = supervisor.core.members[name], epoch + MOST_TRIES
+async def _wait_up(supervisor: Supervisor, name: str, epoch: int) -> float:
+    """Wait until a life after this one serves; return when it had loaded.
+
+    Raises the last problem where ``MOST_TRIES`` did not come up.
+    """
+    member, last, loaded_at = supervisor.core.members[name], epoch + MOST_TRIES, 0.0
     while member.phase is not LifePhase.UP or member.epoch <= epoch:
         if member.phase is LifePhase.CLOSED or (member.epoch >= last and member.phase in AWAY):
             text = f"instance {name} did not come up: {member.why}"
             raise supervisor.problems.get(name) or PeerLost(text, "control", name)
+        loaded_at = 0.0 if member.phase is not LifePhase.MEETING else loaded_at or time.perf_counter()
         supervisor.changed.clear()
         await supervisor.changed.wait()
+    return loaded_at or time.perf_counter()

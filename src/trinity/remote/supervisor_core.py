@@ -13,6 +13,8 @@ event                   commands
 ``Ended``               none; ``Launch`` of the next life after a pause
 ``Leave``               ``Leaving``, which is told again when another comes up
 ``Replace``             the same as ``Lost``, but planned: not counted, and no pause before the next ``Launch``
+``Add``                 the same as ``Begin``, of one more; its epochs follow those of one of its name before
+``Remove``              the same as ``Replace``, without a next life: ``Removed`` once it has ``Ended``
 ``Quiet``               ``Suspect`` from ``SUSPECT_S`` on; the same as ``Lost`` from ``silence_s`` on
 ``LauncherGone``        the same as ``Lost`` for what it was starting; the next ``Launch`` begins with ``StartLauncher``
 ``LauncherStuck``       the same; ``EndLauncher`` once no instance that it started is left
@@ -28,14 +30,15 @@ the old one has ``Ended``, so that two of a name never reach the same memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from enum import Enum
 from itertools import count
 from math import inf
 from typing import Any
 
 from trinity.core.messages import Tick
+from trinity.remote.supervised_lives import ALIVE, PRESENT, Member, Pair
+from trinity.remote.supervised_lives import LifePhase as LifePhase
 from trinity.remote.supervisor_messages import (
+    Add,
     Begin,
     CloseAll,
     Down,
@@ -56,6 +59,8 @@ from trinity.remote.supervisor_messages import (
     Lost,
     Quiet,
     Refused,
+    Remove,
+    Removed,
     Replace,
     Retire,
     Separate,
@@ -80,51 +85,6 @@ MOST_UNMET = 3  # lives that could not reach an elder, before it is the elder th
 STEADY_S = 30.0  # up for so long, it is as good as one that was never lost
 
 
-class LifePhase(Enum):
-    """Phases of an instance's life."""
-
-    WAITING = "waiting"  # for its next start
-    LOADING = "loading"
-    MEETING = "meeting"
-    UP = "up"
-    ENDING = "ending"  # lost, and its process not known to have ended
-    CLOSED = "closed"
-
-
-PRESENT = (LifePhase.MEETING, LifePhase.UP)
-ALIVE = (LifePhase.LOADING, *PRESENT)
-
-
-@dataclass(slots=True)
-class Member:
-    """Record of one instance."""
-
-    name: str
-    by_hand: bool
-    phase: LifePhase = LifePhase.WAITING
-    epoch: int = -1
-    launcher: int = 0
-    born: int = 0  # order of loading: of two that do not get on the younger goes
-    since: float = -inf  # when it came up
-    due: float = inf  # of its next start
-    losses: int = 0
-    failures: int = 0  # in a row to come up
-    unmet: int = 0  # younger lives in a row that could not reach it
-    suspected: bool = False
-    leaving: bool = False
-    planned: bool = False  # the end that its next start follows
-    why: str = ""
-    pause: float = 0.0
-
-
-@dataclass(slots=True)
-class Pair:
-    """Link of two instances that have loaded: who says that it is there, and when it must be."""
-
-    due: float
-    said: set[str]
-
-
 class SupervisorCore:
     """``handle(event, now) -> [command]``; ``next_timer()`` is when a Tick is due. See the module's table."""
 
@@ -134,6 +94,7 @@ class SupervisorCore:
         self.launcher = 0  # the one in use; 0: none
         self.closing = False
         self._launchers, self._births = count(1), count()
+        self._last_epochs: dict[str, int] = {}  # of instances that were removed
         self._stuck: set[int] = set()
         self._pairs: dict[tuple[str, str], Pair] = {}
         self._out: list[Event] = []
@@ -141,8 +102,8 @@ class SupervisorCore:
     def handle(self, event: Event | Tick, now: float) -> list[Event]:
         self._out = []
         if isinstance(event, (Loaded, Linked, Unlinked, Refused, Lost, Leave, Replace, Ended, Quiet)):
-            member = self.members[event.name]
-            if member.epoch == event.epoch:
+            member = self.members.get(event.name)
+            if member is not None and member.epoch == event.epoch:
                 OF_A_LIFE[type(event)](self, member, event, now)
         else:
             OF_ALL[type(event)](self, event, now)
@@ -268,8 +229,24 @@ class SupervisorCore:
         for other in self._others(member):
             self._check_up(other, now)
 
+    def _remove(self, event: Remove, now: float) -> None:
+        """End an instance for good: its present life first, where there is one."""
+        member = self.members[event.name]
+        member.removed = True
+        if member.phase in ALIVE:
+            self._end(member, event.why, now, planned=True)
+        elif member.phase is not LifePhase.ENDING:
+            self._drop(member)
+
+    def _drop(self, member: Member) -> None:
+        del self.members[member.name]
+        self._last_epochs[member.name] = member.epoch
+        self._out.append(Removed(member.name, member.epoch))
+
     def _ended(self, member: Member, event: Ended, now: float) -> None:
-        if member.phase is LifePhase.ENDING:
+        if member.phase is LifePhase.ENDING and member.removed:
+            self._drop(member)
+        elif member.phase is LifePhase.ENDING:
             member.phase = LifePhase.CLOSED if self.closing else LifePhase.WAITING
             member.due = inf if self.closing else max(now, member.pause)
 
@@ -306,6 +283,12 @@ class SupervisorCore:
     def _begin(self, event: Begin, now: float) -> None:
         for member in self.members.values():
             self._start(member)
+
+    def _add(self, event: Add, now: float) -> None:
+        if not self.closing:
+            last = self._last_epochs.pop(event.name, -1)
+            self.members[event.name] = Member(event.name, event.by_hand, epoch=last)
+            self._start(self.members[event.name])
 
     def _tick(self, event: Tick, now: float) -> None:
         for member in self.members.values():
@@ -374,6 +357,8 @@ OF_A_LIFE: dict[type[Event], Callable[[SupervisorCore, Member, Any, float], None
 }
 OF_ALL: dict[type[Event | Tick], Callable[[SupervisorCore, Any, float], None]] = {
     Begin: SupervisorCore._begin,
+    Add: SupervisorCore._add,
+    Remove: SupervisorCore._remove,
     LauncherGone: SupervisorCore._launcher_gone,
     LauncherStuck: SupervisorCore._launcher_gone,
     Retire: SupervisorCore._retire,

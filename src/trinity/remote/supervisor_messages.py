@@ -132,6 +132,20 @@ class Replace(Event, frozen=True):
     why: str
 
 
+class Add(Event, frozen=True):
+    """Start one more instance, of a name that no other has. ``by_hand``: as ``Member`` has it."""
+
+    name: str
+    by_hand: bool
+
+
+class Remove(Event, frozen=True):
+    """End an instance's life, if it has one, for good; answered by Removed. It is not lost."""
+
+    name: str
+    why: str
+
+
 class Retire(Event, frozen=True):
     """Start nothing any more."""
 
@@ -202,6 +216,13 @@ class Down(Event, frozen=True):
     epoch: int
     why: str
     planned: bool = False
+
+
+class Removed(Event, frozen=True):
+    """It has ended for certain, and does not come back."""
+
+    name: str
+    epoch: int
 
 
 class Leaving(Event, frozen=True):

@@ -35,7 +35,7 @@ from trinity.core.messages import (
     Value,
     Withdraw,
 )
-from trinity.core.peer_exit import PeerLeaving
+from trinity.core.peer_exit import PeerLeaving, PeerRemoved
 from trinity.core.scheduler import Order, Policy
 from trinity.core.transfers import TransferPolicy
 from trinity.costs.budgets import StepBudgets
@@ -301,6 +301,7 @@ ControlMessage = (
     | PeerReserved
     | PeerSuspect
     | PeerLeaving
+    | PeerRemoved
     | PeerUp
     | Peers
     | Ready

@@ -46,7 +46,7 @@ from trinity.core.migration.moves import handle_caught, handle_move, offer_moves
 from trinity.core.migration.remote_features import handle_fetch, handle_fetched
 from trinity.core.migration.source import handle_helped
 from trinity.core.migration.target import handle_commit, handle_offer, handle_pulled, handle_ready, handle_withdraw
-from trinity.core.peer_exit import PeerLeaving
+from trinity.core.peer_exit import PeerLeaving, PeerRemoved
 from trinity.core.routing import RoundRobin, Router, RoutingPolicy
 
 _HANDLERS: dict[type[Value], Callable[[State, Any, float], None]] = {
@@ -68,6 +68,7 @@ _HANDLERS: dict[type[Value], Callable[[State, Any, float], None]] = {
     PeerLoad: handle_peer_load,
     PeerSuspect: handle_peer_avoided,
     PeerLeaving: handle_peer_avoided,
+    PeerRemoved: lambda s, event, now: s.router.forget(event),
     PeerReserved: handle_peer_reserved,
     PeerDown: handle_peer_lost,
     Fetch: handle_fetch,

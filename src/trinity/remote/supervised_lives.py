@@ -1,0 +1,53 @@
+"""Records of SupervisorCore: phases of an instance's life, an instance, and the link of two."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from math import inf
+
+
+class LifePhase(Enum):
+    """Phases of an instance's life."""
+
+    WAITING = "waiting"  # for its next start
+    LOADING = "loading"
+    MEETING = "meeting"
+    UP = "up"
+    ENDING = "ending"  # lost, and its process not known to have ended
+    CLOSED = "closed"
+
+
+PRESENT = (LifePhase.MEETING, LifePhase.UP)
+ALIVE = (LifePhase.LOADING, *PRESENT)
+
+
+@dataclass(slots=True)
+class Member:
+    """Record of one instance."""
+
+    name: str
+    by_hand: bool
+    phase: LifePhase = LifePhase.WAITING
+    epoch: int = -1
+    launcher: int = 0
+    born: int = 0  # order of loading: of two that do not get on the younger goes
+    since: float = -inf  # when it came up
+    due: float = inf  # of its next start
+    losses: int = 0
+    failures: int = 0  # in a row to come up
+    unmet: int = 0  # younger lives in a row that could not reach it
+    suspected: bool = False
+    leaving: bool = False
+    planned: bool = False  # the end that its next start follows
+    removed: bool = False  # no life follows the present one
+    why: str = ""
+    pause: float = 0.0
+
+
+@dataclass(slots=True)
+class Pair:
+    """Link of two instances that have loaded: who says that it is there, and when it must be."""
+
+    due: float
+    said: set[str]
