@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from trinity.core.instance.settings import Reservation, check_depth, check_limits, check_reservation
-from trinity.core.messages import FRONTEND
 from trinity.core.scheduler import BatchRules
+from trinity.core.values import FRONTEND, is_frontend
 from trinity.errors import ConfigError, PlacementError
 from trinity.errors.arguments import DeviceName, check_arguments
 from trinity.placement import Group, Placement
@@ -146,7 +146,7 @@ def name_instances(instances: Sequence[Instance]) -> list[Instance]:
         counts[instance.roles] = index + 1
         result.append(replace(instance, name=instance.name or f"{instance.roles}{index}"))
     names = [instance.name for instance in result]
-    if len(set(names)) != len(names) or FRONTEND in names:
+    if len(set(names)) != len(names) or any(map(is_frontend, names)):
         raise ConfigError(f"every instance needs a name of its own (and not {FRONTEND!r}), got {', '.join(names)}")
     return result
 

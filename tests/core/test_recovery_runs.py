@@ -189,7 +189,7 @@ def test_a_death_and_a_return_in_every_order_leave_nothing_behind(placement: str
 
 def nameless(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each life keeps the first one's name."""
-    monkeypatch.setattr(frontend, "name_life", lambda request, number, attempt: request)
+    monkeypatch.setattr(frontend, "name_life", lambda request, number, attempt, owner: request)
 
 
 def unforgotten(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -54,5 +54,5 @@ def test_ids_are_remembered_within_a_bound_beyond_which_all_count_as_used() -> N
 
 def test_lives_that_are_named_by_their_id_alone_are_mixed_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LifeNames, "name_first", lambda self, request, number: request)
-    monkeypatch.setattr(frontend, "name_life", lambda request, number, attempt: f"{request}~{attempt}")
+    monkeypatch.setattr(frontend, "name_life", lambda request, number, attempt, owner: f"{request}~{attempt}")
     assert not all(runs_well(seed) for seed in range(100))

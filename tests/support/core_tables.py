@@ -56,6 +56,7 @@ from trinity.core.messages import (
 from trinity.core.routing import RoundRobin, RoutingPolicy
 from trinity.core.scheduler import BatchRules
 from trinity.core.transfers import TransferPolicy
+from trinity.core.values import NotTaken
 from trinity.testing.checks import check_forgotten, check_state
 
 Row = tuple[Value, list[str]]
@@ -223,6 +224,10 @@ def _message(value: Value) -> str:
         return f"{'reserve' if value.reserved else 'open'} {value.name}.{value.epoch}"
     if isinstance(value, PeerEmpty):
         return f"empty {value.name}.{value.epoch} of {value.number}"
+    if isinstance(value, NotTaken):
+        return f"not taken {value.request}"
+    if isinstance(value, PeerLoad):
+        return f"load up to {value.newest}"
     assert isinstance(value, Cancel | Forget)
     return f"{type(value).__name__.lower()} {value.request}"
 

@@ -43,8 +43,9 @@ from trinity.core.frontend_request import (
     reason_for_reader,
 )
 from trinity.core.frontend_starts import FrontendStarts
-from trinity.core.life_names import LifeNames, name_life
+from trinity.core.life_names import LifeNames, check_owner, name_life
 from trinity.core.messages import (
+    FRONTEND,
     PREEMPTED,
     Cancel,
     Emit,
@@ -57,6 +58,7 @@ from trinity.core.messages import (
     PeerDown,
     PeerEmpty,
     PeerLoad,
+    PeerReserved,
     PeerSuspect,
     PeerUp,
     Sampled,
@@ -77,7 +79,7 @@ class FrontendCore(FrontendStarts):
 
     ``max_waiting`` bounds the requests that have no token yet, ``max_waiting_bytes`` the bytes of their inputs;
     ``failures`` says which requests survive a loss, and how long they wait for a stage that is away; ``spread`` how
-    many encoders may encode the media of one.
+    many encoders may encode the media of one. ``name``: which of several front ends it is, the owner of its requests.
     """
 
     def __init__(
@@ -87,11 +89,12 @@ class FrontendCore(FrontendStarts):
         max_waiting_bytes: int = MAX_WAITING_BYTES,
         failures: FailurePolicy = NO_RECOVERY,
         spread: int = 1,
+        name: str = FRONTEND,
     ) -> None:
-        super().__init__(policy, failures, spread)
+        super().__init__(policy, failures, spread, check_owner(name))
         self.max_waiting, self.max_waiting_bytes = max_waiting, max_waiting_bytes
         self.waiting_bytes = self.waiting = self.taken = 0
-        self.names = LifeNames()
+        self.names = LifeNames(owner=name)
         self._handlers: dict[type[Value], Callable[[Any, float], None]] = {
             Emit: self._emit,
             Finished: self._finished,
@@ -106,7 +109,8 @@ class FrontendCore(FrontendStarts):
             PeerUp: self._back,
             PeerDown: self._lost,
             PeerEmpty: self._emptied,
-            PeerLoad: lambda event, now: self.router.take(event),
+            PeerLoad: self._loaded,
+            PeerReserved: self._reserved,
             PeerSuspect: self._suspected,
             PeerLeaving: lambda event, now: self.router.avoid(event),
             PeerRemoved: self._removed,
@@ -133,7 +137,7 @@ class FrontendCore(FrontendStarts):
 
     def _submit(self, event: Submit, now: float) -> None:
         self.taken += 1
-        work = replace(event.work, number=self.taken)
+        work = replace(event.work, number=self.taken, owner=self.name)
         problem = self._problem(work, event.input_bytes)
         work = work if problem else replace(work, request=self.names.name_first(work.request, self.taken))
         entry = FrontendRequest(event.work.request, work, inf if work.deadline_s is None else now + work.deadline_s)
@@ -215,6 +219,8 @@ class FrontendCore(FrontendStarts):
     def _back(self, event: PeerUp, now: float) -> None:
         """Add an instance, for which some may wait. What was on a former life of it is lost, even if nobody said so."""
         self.router.add(event)
+        if self.name != FRONTEND:
+            self.router.reserved.pop(event.name, None)  # it says so itself, where this life is reserved as well
         self._out.extend(Send(event.name, each) for each in self.isolation.reservations())
         if event.epoch:
             for entry in list(self.entries.values()):
@@ -226,6 +232,17 @@ class FrontendCore(FrontendStarts):
         self.router.avoid(event)
         for entry in list(self.entries.values()) if event.suspected else ():
             self._check_lives(entry, now)
+
+    def _loaded(self, event: PeerLoad, now: float) -> None:
+        """Take a report. Requests are counted on from the highest number of any front end, as all are of one age."""
+        self.router.take(event)
+        self.taken = max(self.taken, event.newest)
+
+    def _reserved(self, event: PeerReserved, now: float) -> None:
+        """Route past an instance that the first front end has reserved, or no longer."""
+        self.router.reserve(event)
+        if not event.reserved:
+            self._retry_waiting(now)
 
     def _emptied(self, event: PeerEmpty, now: float) -> None:
         self.isolation.note_empty(event)
@@ -364,7 +381,7 @@ class FrontendCore(FrontendStarts):
         attempted = entry.past.route if entry.past is not None else ()  # by this life, before it was preempted
         self._forget(work.request, work.attempt, (entry.first, *finished.route, *entry.route, *attempted))
         entry.end_life(finished, now, may_be_prefilled(entry, finished, self.router))
-        name = name_life(entry.id, work.number, work.attempt + 1)
+        name = name_life(entry.id, work.number, work.attempt + 1, self.name)
         self.lives[name] = self.lives.pop(work.request)
         entry.next_attempt(now, name)
 

@@ -16,7 +16,9 @@ def begin_move(entries: dict[str, FrontendRequest], router: Router, event: MoveR
     if problem is not None or entry is None:
         return [MoveEnd(event.request, problem)]
     entry.moving = event.to
-    return [Send(entry.hops[max(entry.hops)].name, Move(entry.work.request, entry.work.attempt, event.to))]
+    return [
+        Send(entry.hops[max(entry.hops)].name, Move(entry.work.request, entry.work.attempt, event.to, entry.work.owner))
+    ]
 
 
 def _refused(reason: str, text: str) -> Failure:

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from trinity.core.failure_policy import FailurePolicy
 from trinity.core.frontend_events import FormerLife
-from trinity.core.messages import NOWHERE, PREEMPTED, Failure, Finished, Sampled, Work
+from trinity.core.messages import FRONTEND, NOWHERE, PREEMPTED, Failure, Finished, Sampled, Work
 from trinity.core.resumption import Prefilled
 
 PASSED_TOKENS = 8  # more than its reader had: past what the lost instance was at, which may have been ahead of that
@@ -170,9 +170,10 @@ class FrontendRequest:
     def is_suspect(self, policy: FailurePolicy) -> bool:
         """True for one that is to run alone: so many instances in a row died with it, or it has had its recoveries.
 
-        In the latter case the last one may have died of another, and that is no reason to end it.
+        In the latter case the last one may have died of another, and that is no reason to end it. The first front end
+        alone has requests run alone.
         """
-        if not policy.recoveries or policy.wait_s == 0 or not self.row:
+        if self.work.owner != FRONTEND or not policy.recoveries or policy.wait_s == 0 or not self.row:
             return False
         spent = self.recoveries > policy.recoveries
         return not self.deaths[-1].alone if spent else self.row >= policy.alone_after

@@ -17,7 +17,7 @@ from trinity.core.front_door import find_misfit
 from trinity.core.frontend_events import Prepare, Prepared
 from trinity.core.frontend_request import FrontendRequest, Life
 from trinity.core.isolation import EMPTY_POLL_S, Isolation, stages_of
-from trinity.core.messages import Failure, Send, Submit, Value
+from trinity.core.messages import FRONTEND, Failure, Send, Submit, Value
 from trinity.core.resumption import find_cached
 from trinity.core.routing import BadChoice, Router, RoutingPolicy
 from trinity.core.spread import send_spread
@@ -35,9 +35,11 @@ class FrontendStarts(ABC):
     - ``retries``: requests that go on after a loss, until they have a new token. ``preparations``: those whose inputs
       are prepared once more.
     - ``spread``: encoders that may encode the media of one request.
+    - ``name``: of this front end. The first one alone has requests run alone: two that did might wait for each other.
     """
 
-    def __init__(self, policy: RoutingPolicy, failures: FailurePolicy, spread: int = 1) -> None:
+    def __init__(self, policy: RoutingPolicy, failures: FailurePolicy, spread: int = 1, name: str = FRONTEND) -> None:
+        self.name = name
         self.router, self.failures, self.spread = Router(policy), failures, spread
         self.router.counts = spread > 1
         self.kept_bytes = 0

@@ -31,6 +31,7 @@ from trinity.core.values import Failure as Failure
 from trinity.core.values import MediaSpan as MediaSpan
 from trinity.core.values import PeerEmpty as PeerEmpty
 from trinity.core.values import PeerReserved as PeerReserved
+from trinity.core.values import PeerSuspect as PeerSuspect
 from trinity.core.values import ResolvedSampling as ResolvedSampling
 from trinity.core.values import Sampled as Sampled
 from trinity.core.values import Value as Value
@@ -70,11 +71,12 @@ class Cancel(Value, frozen=True):
 
 
 class Move(Value, frozen=True):
-    """Have this attempt of a request, which decodes here, go on at ``to``; answered by its Moved or by NotMoved."""
+    """Have this attempt of a request, which decodes here, go on at ``to``; its ``owner`` hears Moved or NotMoved."""
 
     request: str
     attempt: int
     to: str
+    owner: str = FRONTEND
 
 
 class Forget(Value, frozen=True):
@@ -171,7 +173,8 @@ class Withdraw(Value, frozen=True):
 class Release(Value, frozen=True):
     """Target to source, once, step 4: the lease ends.
 
-    ``outcome``: pulled, cached, cancelled, failed, missing, or refused (without Commit).
+    ``outcome``: pulled, cached, cancelled, failed, missing, refused (without Commit), or untaken (of an owner that the
+    target is not in touch with).
 
     ``cost``: measured time of pulls from the source, (seconds per pull, seconds per layer of a block).
     """
@@ -242,6 +245,7 @@ class PeerLoad(Value, frozen=True):
     - ``unit_s`` (seconds): predicted time of one more visual token (E), prompt position (P) or row (D).
     - ``cached``: 8 bytes of the key of each cached block, by kind.
     - ``preemptions``: count since the start.
+    - ``newest``: highest ``Work.number`` that it has had, where it has several front ends.
     """
 
     name: str
@@ -251,22 +255,15 @@ class PeerLoad(Value, frozen=True):
     unit_s: dict[str, float] = msgspec.field(default_factory=dict)
     cached: dict[str, bytes] = msgspec.field(default_factory=dict)
     preemptions: int = 0
+    newest: int = 0
 
 
 class PeerDown(Value, frozen=True):
-    """An instance is gone, or could not be started again: ``why``, or ``planned``, to begin anew with other roles."""
+    """An instance or front end is gone, or was not started again: ``why``; ``planned``: to begin with other roles."""
 
     name: str
     why: str = ""
     planned: bool = False
-
-
-class PeerSuspect(Value, frozen=True):
-    """An instance has been silent for seconds, or speaks again. Requests go past one that is suspected if they can."""
-
-    name: str
-    epoch: int
-    suspected: bool
 
 
 class Moved(Value, frozen=True):

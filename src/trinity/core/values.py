@@ -16,10 +16,15 @@ class Value(msgspec.Struct, frozen=True, gc=False, tag=True):
     """Base of all values and messages."""
 
 
-FRONTEND = "frontend"  # the name under which every instance reaches the front end
+FRONTEND = "frontend"  # the name of the first front end: any other one has a colon and a word of its own behind it
 PREEMPTED = "preempted"  # reason of the end of a request that must be recomputed elsewhere
 NOWHERE = "Nowhere"  # cause of a failure: no instance has the next stage just now, as far as this one knows
 IMAGE, KV = "image", "kv"  # the kinds of block built in; an audio cache is one more
+
+
+def is_frontend(name: str) -> bool:
+    """True for the name of a front end, which no instance has."""
+    return name == FRONTEND or name.startswith(f"{FRONTEND}:")
 
 
 class MediaSpan(Value, frozen=True):
@@ -111,7 +116,8 @@ class ResolvedSampling(Value, frozen=True, kw_only=True, omit_defaults=True):
 class Work(Value, frozen=True, kw_only=True):
     """A processed request: ``prompt`` has every placeholder expanded; ``sampling.seed`` is set.
 
-    ``number`` counts requests in order of arrival at the front end: a lower number is an older request.
+    ``owner``: the front end that it came to, which alone hears of it. ``number`` counts requests in order of arrival,
+    as far as front ends hear of each other's: a lower number is an older request, and of equal ones the name decides.
     ``outputs``: tokens that it had when it was sent back; they are prefilled behind its prompt.
     ``named_stop_ids``: those of ``stop_ids`` that a stop string alone names; no ``min_tokens`` delays them.
     ``salt``: requests of different salts share no prefix; ``content`` of its media has it too.
@@ -128,6 +134,7 @@ class Work(Value, frozen=True, kw_only=True):
     named_stop_ids: frozenset[int] = frozenset()
     deadline_s: float | None = None
     attempt: int = 0
+    owner: str = FRONTEND
     number: int = 0
     outputs: int = 0
     salt: str = ""
@@ -178,3 +185,24 @@ class PeerEmpty(Value, frozen=True):
     name: str
     epoch: int
     number: int
+
+
+class PeerSuspect(Value, frozen=True):
+    """An instance has been silent for seconds, or speaks again. Requests go past one that is suspected if they can."""
+
+    name: str
+    epoch: int
+    suspected: bool
+
+
+class FrontendUp(Value, frozen=True):
+    """A front end is in touch with this instance from now on, until a PeerDown of it."""
+
+    name: str
+
+
+class NotTaken(Value, frozen=True):
+    """Instance to the one that passed this attempt of a request on: I am not in touch with its owner."""
+
+    request: str
+    attempt: int

@@ -38,6 +38,7 @@ from trinity.core.messages import (
 from trinity.core.peer_exit import PeerLeaving, PeerRemoved
 from trinity.core.scheduler import Order, Policy
 from trinity.core.transfers import TransferPolicy
+from trinity.core.values import FrontendUp, NotTaken
 from trinity.costs.budgets import StepBudgets
 from trinity.costs.device_memory import DeviceTenant
 from trinity.costs.visual_tokens import decode_rule, encode_rule
@@ -302,6 +303,8 @@ ControlMessage = (
     | PeerSuspect
     | PeerLeaving
     | PeerRemoved
+    | FrontendUp
+    | NotTaken
     | PeerUp
     | Peers
     | Ready

@@ -33,6 +33,7 @@ from trinity.core.messages import (
     Value,
 )
 from trinity.core.routing import RoutingPolicy
+from trinity.core.values import FrontendUp, is_frontend
 
 LEASES = 4  # of the longest one: time without anything but timers, after which nothing else is expected
 LEAST_WAIT_S = 60.0  # of that time
@@ -40,10 +41,11 @@ LULL_REPORTS = 2  # of each instance that are all alike, after which those until
 
 
 class EventLoop:
-    """Instance cores and a front end. Subclasses carry out commands: ``send``, ``start``, ``pull``, ``deliver``, ...
+    """Instance cores and front ends, mostly one. Subclasses carry out commands: ``send``, ``start``, ``pull``, ...
 
     ``carriers`` maps each type of command to its method. ``routing()`` makes the policy of each core. ``timed`` may be
-    false where no core has a timer (no reports, leases or deadlines). ``spread``: the front end's.
+    false where no core has a timer (no reports, leases or deadlines). ``spread``: the front ends'. ``front_ends`` names
+    them: the first one is ``frontend``, ``frontends`` has all that live.
     """
 
     def __init__(
@@ -53,13 +55,20 @@ class EventLoop:
         max_waiting: int = 1024,
         failures: FailurePolicy = NO_RECOVERY,
         spread: int = 1,
+        front_ends: Sequence[str] = (FRONTEND,),
     ) -> None:
         self.cores = {each.name: InstanceCore(each, routing()) for each in instances}
-        self.frontend = FrontendCore(routing(), max_waiting, failures=failures, spread=spread)
+
+        def make_frontend(name: str) -> FrontendCore:
+            return FrontendCore(routing(), max_waiting, failures=failures, spread=spread, name=name)
+
+        self.make_frontend = make_frontend
+        self.frontends = {name: make_frontend(name) for name in front_ends}
+        self.frontend = self.frontends[front_ends[0]]
         self.now = 0.0
         self.events = 0
         self.timed = True
-        self._all: dict[str, InstanceCore | FrontendCore] = {FRONTEND: self.frontend, **self.cores}
+        self._all: dict[str, InstanceCore | FrontendCore] = {**self.frontends, **self.cores}
         self._heap: list[tuple[float, int, str, Any]] = []
         self._sequence = count()
         self._due = dict.fromkeys(self._all, inf)
@@ -82,6 +91,8 @@ class EventLoop:
         for announced in self.cores.values():
             for core in self._all.values():
                 core.handle(announced.announcement(), 0.0)
+            for name in self.frontends:
+                announced.handle(FrontendUp(name), 0.0)
 
     # ------------------------------------------------------------ for subclasses
 
@@ -138,7 +149,9 @@ class EventLoop:
         return self._is_idle() or self.now - self._lively_at > self._patience_s
 
     def _is_idle(self) -> bool:
-        return not self.frontend.entries and all(core.idle() for core in self.cores.values())
+        return not any(each.entries for each in self.frontends.values()) and all(
+            core.idle() for core in self.cores.values()
+        )
 
     def skip_lull(self) -> None:
         """Skip the heartbeats until the next arrival, where all instances are idle and have reported that.
@@ -197,4 +210,4 @@ def _longest_lease(own: Settings) -> float:
 
 def is_lively(name: str, event: Any) -> bool:
     """Check if an event is more than an instance's timer or heartbeat."""
-    return not isinstance(event, PeerLoad) and (name == FRONTEND or not isinstance(event, Tick))
+    return not isinstance(event, PeerLoad) and (is_frontend(name) or not isinstance(event, Tick))

@@ -11,7 +11,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 from trinity.core import InstanceCore
-from trinity.core.frontend import FrontendCore
 from trinity.core.instance.lanes import count_in_flight
 from trinity.core.instance.phases import Phase
 from trinity.core.instance.request_state import RequestState
@@ -33,7 +32,7 @@ from trinity.core.messages import (
 )
 from trinity.testing.conversation import Conversation, ends_lease_early
 from trinity.testing.lives import Lives
-from trinity.testing.move_rules import MoveRules
+from trinity.testing.move_rules import FrontEnds, MoveRules, map_frontends
 from trinity.testing.shadow import Shadow
 
 
@@ -57,7 +56,7 @@ class Observer(Protocol):
 
 
 def make_checks(
-    cores: Mapping[str, InstanceCore], frontend: FrontendCore, lives: Lives | None = None
+    cores: Mapping[str, InstanceCore], frontend: FrontEnds, lives: Lives | None = None
 ) -> Sequence[Observer]:
     """Make every known check for cores that one driver runs; ``lives`` where instances may die there."""
     settings = _SettingsOf(cores)
@@ -88,8 +87,8 @@ class _SettingsOf(Mapping[str, Settings]):
 class Bookkeeping:
     """Checks after every event that the cores' state adds up and blocks in flight are held; at the end none is."""
 
-    def __init__(self, cores: Mapping[str, InstanceCore], frontend: FrontendCore) -> None:
-        self.cores, self.frontend = cores, frontend
+    def __init__(self, cores: Mapping[str, InstanceCore], frontend: FrontEnds) -> None:
+        self.cores, self.frontends = cores, map_frontends(frontend)
         self._steps: dict[tuple[str, str], list[Step]] = {}
         self._pulls: dict[tuple[str, str, int], Pull] = {}
         self._copies: dict[tuple[str, str], Collect] = {}
@@ -127,6 +126,8 @@ class Bookkeeping:
         self._steps = {key: flight for key, flight in self._steps.items() if key[0] != name}
         self._pulls = {key: pull for key, pull in self._pulls.items() if key[0] != name}
         self._copies = {key: copy for key, copy in self._copies.items() if key[0] != name}
+        if name not in self.cores:
+            return
         self._revoked.update(self.cores[name].state.outgoing)  # no lease of its next life
         self._revoked.update(pull.offer for pull in self._pulls.values() if pull.source == name)
 
@@ -141,10 +142,11 @@ class Bookkeeping:
     def at_end(self) -> None:
         for name, core in self.cores.items():
             check_forgotten(name, core.state)
-        assert not self.frontend.entries, f"the front end still waits for {sorted(self.frontend.entries)}"
-        assert not self.frontend.lives, f"the front end still knows the lives {sorted(self.frontend.lives)}"
-        assert self.frontend.waiting == 0, f"the front end counts {self.frontend.waiting} waiting requests"
-        assert self.frontend.next_timer() is None, "a deadline outlived its request"
+        for name, frontend in self.frontends.items():
+            assert not frontend.entries, f"{name} still waits for {sorted(frontend.entries)}"
+            assert not frontend.lives, f"{name} still knows the lives {sorted(frontend.lives)}"
+            assert frontend.waiting == 0, f"{name} counts {frontend.waiting} waiting requests"
+            assert frontend.next_timer() is None, "a deadline outlived its request"
 
     def _check_in_flight(self, name: str) -> None:
         """Check that blocks of steps and pulls are held for their request, and written ones cannot be matched."""
@@ -243,6 +245,7 @@ def check_state(s: State) -> None:
     assert s.arriving == {phase: coming[phase] for phase in s.arriving}, f"{s.arriving} are counted, {coming} arrive"
     _check_pending(s)
     _check_counts(s)
+    _check_owners(s)
     for offer, request in s.incoming.items():
         incoming = s.requests[request].incoming
         assert incoming is not None, f"{request} is no target of {offer}"
@@ -294,6 +297,16 @@ def _check_counts(s: State) -> None:
     assert s.before_decode == before, f"{s.settings.name}: {s.before_decode} before decode are counted, not {before}"
     offers = len(s.image_offers) + len(s.kv_offers)
     assert s.waiting_offers == offers, f"{s.settings.name}: {s.waiting_offers} offers are counted, not {offers}"
+
+
+def _check_owners(s: State) -> None:
+    """Check that all that goes on, and all that is remembered, is of front ends that the instance is in touch with."""
+    going = {request: state.work.owner for request, state in s.requests.items() if state.ending is None}
+    spared = {request: each.work.owner for request, each in s.skipped_encodes.items()}
+    stones = {request: stone.owner for request, stone in s.tombstones.items()}
+    for owned in (going, spared, stones):
+        left = {request: owner for request, owner in owned.items() if owner not in s.frontends}
+        assert not left, f"{s.settings.name} is not in touch with the owners of {left}"
 
 
 def _check_history(state: RequestState) -> None:

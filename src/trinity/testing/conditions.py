@@ -9,7 +9,7 @@ from random import Random
 from typing import Any
 
 from trinity.core.instance.settings import Settings
-from trinity.core.messages import IMAGE, KV, Collect, Pull, Step
+from trinity.core.messages import IMAGE, KV, Collect, Failure, LayersWritten, Pull, Step, Work
 from trinity.core.scheduler import StepTime
 from trinity.placement import Placement
 
@@ -82,3 +82,29 @@ def make_settings(placement: str | Placement, pools: Mapping[str, int], **common
             own.pop("lanes", None)
         result.append(Settings(name, roles, {kind: pools[kind] for kind in sorted(kinds)}, **own))
     return result
+
+
+def count_up(work: Work, index: int) -> int:
+    """Sample 1, 2, 3 and so on."""
+    return index + 1
+
+
+def fail_pull(pull: Pull) -> Failure:
+    """Make the failure of a pull; a pull of some layers fails by wrong bytes (``IntegrityError``)."""
+    fields = {"cause": "IntegrityError"} if pull.layers else {}
+    return Failure("MigrationError", f"a pull of {pull.request} failed", fields)
+
+
+def report_layers(draw: Random, step: Step, layers: int, fails: bool) -> list[tuple[float, LayersWritten]]:
+    """Report layers evenly over a step; a failing one, and now and then another, begins anew in its middle.
+
+    Returns reports with their times, as shares of the step's.
+    """
+    groups = [(first, min(first + step.group, layers)) for first in range(0, layers, step.group)]
+    told = draw.randint(0, len(groups))
+    again = fails or draw.random() < 0.1
+    reports = [
+        ((number + 1) / (len(groups) + 2), LayersWritten(step.id, step.lane, group))
+        for number, group in enumerate(groups[: told if again else len(groups)])
+    ]
+    return [*reports, (0.95, LayersWritten(step.id, step.lane, None))] if again and told else reports

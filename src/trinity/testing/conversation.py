@@ -9,6 +9,7 @@ from typing import TypeGuard
 
 from trinity.core import InstanceCore
 from trinity.core.frontend import Abort, Deliver, End
+from trinity.core.life_names import MARK
 from trinity.core.messages import (
     FRONTEND,
     KV,
@@ -35,6 +36,8 @@ from trinity.core.messages import (
     Value,
     Withdraw,
 )
+from trinity.core.values import is_frontend
+from trinity.testing.readers import label_reader
 
 HELPS = {(before, said) for before in ("asked", "begun", "no") for said in ("begun", "ready", "no")} | {("ready", "no")}
 
@@ -62,13 +65,13 @@ class Conversation:
     heard of the death included. A request may end without a Finished then, or with those of several instances.
 
     Each life of a request has a name of its own: it begins with the tokens that its reader has, and its reader gets
-    tokens of the present one alone.
+    tokens of the present one alone. A front end hears of its own requests alone. What a lost one owned may end anyhow.
     """
 
     def __init__(self, cores: Mapping[str, InstanceCore]) -> None:
         self.cores = cores
         self.transfers: dict[str, Transfer] = {}
-        self.submitted: set[str] = set()
+        self.submitted: dict[str, str] = {}  # front ends by reader
         self.encode_only: set[str] = set()
         self.aborted: set[str] = set()
         self.admitted: set[str] = set()
@@ -80,7 +83,9 @@ class Conversation:
         self.emitted: dict[tuple[str, int], str] = {}  # and by whom
         self.cut: set[tuple[str, int]] = set()  # tokens of instances that died: another may send them again
         self.delivered: dict[str, list[int]] = {}
-        self.readers: dict[int, str] = {}  # by number, which all lives of a request have
+        self.readers: dict[tuple[str, int], str] = {}  # by owner and number, which all lives of a request have
+        self.owners: dict[str, str] = {}  # of each life
+        self.gone: set[str] = set()  # front ends
         self.present: dict[str, str] = {}  # name of the present life of each
         self.begun: Counter[str] = Counter()  # tokens that each life began with
         self.ends: dict[str, End] = {}
@@ -94,15 +99,20 @@ class Conversation:
         if isinstance(event, Cancel) and event.request in self.cores[name].state.requests:
             self.over.add((name, event.request))
         elif isinstance(event, Abort):
-            self.aborted.add(event.request)
-        elif isinstance(event, Submit) and name == FRONTEND:
-            self.submitted.add(event.work.request)
+            self.aborted.add(label_reader(name, event.request))
+        elif isinstance(event, Submit) and is_frontend(name):
+            self.submitted[label_reader(name, event.work.request)] = name
         elif (isinstance(event, Offer) and not event.moves) or (isinstance(event, Submit) and not event.asker):
-            if event.target_epoch is None or event.target_epoch == self.cores[name].settings.epoch:
+            own = self.cores.get(name)
+            here = own is None or event.target_epoch in (None, own.settings.epoch)
+            if here and (own is None or event.work.owner in own.state.frontends):
                 self.visited.add((name, event.work.request))
         elif isinstance(event, Ready) and event.again:
             transfer = self.transfers[event.id]
             transfer.asked -= set(_pieces(transfer, event.layers, event.blocks))
+        elif isinstance(event, PeerDown) and is_frontend(event.name):
+            requests = self.cores[name].state.requests.items()
+            self.over |= {(name, request) for request, state in requests if state.work.owner == event.name}
         elif isinstance(event, PeerDown):
             for transfer in self.transfers.values():
                 transfer.void |= (transfer.offer.source, transfer.target) == (name, event.name)
@@ -125,15 +135,17 @@ class Conversation:
             there = not command.tokens or command.again or self._has_kv(name, command.work.request)
             assert there, f"{command} before all was there"
         elif isinstance(command, Deliver):
-            self._delivers(command)
+            self._delivers(name, command)
         elif isinstance(command, End):
-            assert command.request not in self.ends, f"{command.request} ended twice"
-            self.ends[command.request] = command
+            reader = label_reader(name, command.request)
+            assert reader not in self.ends, f"{reader} ended twice"
+            self.ends[reader] = command
 
     def lost(self, name: str) -> None:
         """Expect no end of what the instance had in hand, nor a Forget for what it knew."""
         self.deaths += 1
         self.cut |= {each for each, emitter in self.emitted.items() if emitter == name}
+        self.gone |= {name} if is_frontend(name) else set()
         for transfer in self.transfers.values():
             if name in (transfer.target, transfer.offer.source):
                 transfer.void = True
@@ -150,11 +162,11 @@ class Conversation:
         kept = [offer for offer, each in self.transfers.items() if each.outcome is None and not each.void]
         kept += [id for id in self.fetched if id not in self.returned]
         assert not kept, f"no Release of {kept}"
-        hanging = self.submitted - set(self.ends)
+        hanging = {each for each, asked in self.submitted.items() if asked not in self.gone} - set(self.ends)
         assert not hanging, f"no end of {sorted(hanging)}"
         if not self.deaths:
             self._each_finished()
-        missing = self.visited - set(self.forgotten)
+        missing = {each for each in self.visited - set(self.forgotten) if self.owners.get(each[1]) not in self.gone}
         assert not missing, f"no Forget for {sorted(missing)}"
         for request, end in self.ends.items():
             if end.reason in ("length", "stop") and request not in self.aborted:
@@ -170,13 +182,15 @@ class Conversation:
         )
 
     def _send(self, name: str, to: str, message: Value) -> None:
+        if is_frontend(to):
+            self._check_owner(to, message)
         if isinstance(message, Helped) or (isinstance(message, Submit) and message.asker):
             self._helps(name, to, message)
         elif isinstance(message, Submit):
             self.admitted.add(message.work.request)
             self.sent_back.discard(message.work.request)
-            if name == FRONTEND:
-                self._begins(message)
+            if is_frontend(name):
+                self._begins(name, message)
         elif isinstance(message, Finished) and message.reason == PREEMPTED:
             self.sent_back.add(message.request)
         elif isinstance(message, Finished):
@@ -194,6 +208,12 @@ class Conversation:
         else:
             self._migrates(name, to, message)
 
+    def _check_owner(self, to: str, message: Value) -> None:
+        """Check that a front end hears of requests that it owns."""
+        named: tuple[str, ...] = message.requests if isinstance(message, Emit) else (getattr(message, "request", ""),)
+        others = {each: self.owners[each] for each in named if self.owners.get(each, to) != to}
+        assert not others, f"{to} hears {message}, of requests of {others}"
+
     def _helps(self, name: str, to: str, message: Submit | Helped) -> None:
         """Follow an item that another instance encodes: ready but once. A recall may come ahead of it, or too late."""
         if isinstance(message, Submit):
@@ -205,9 +225,12 @@ class Conversation:
         assert (said[-1], message.said) in HELPS, f"{message} after {said}"
         said.append(message.said)
 
-    def _begins(self, sent: Submit) -> None:
+    def _begins(self, name: str, sent: Submit) -> None:
         life = sent.work.request
-        reader = self.readers.setdefault(sent.work.number, life)
+        assert sent.work.owner == name, f"{name} sends {sent} of {sent.work.owner}"
+        assert self.owners.setdefault(life, name) == name, f"{name} calls a life {life}, as {self.owners[life]} does"
+        first = life if name == FRONTEND else label_reader(name, life.rpartition(MARK)[0])
+        reader = self.readers.setdefault((name, sent.work.number), first)
         assert reader not in self.ends, f"{sent} of a request that has ended"
         known = self.delivered.get(reader, [])
         assert list(sent.tokens) == known, f"{sent} with tokens {sent.tokens}, and its reader has {known}"
@@ -321,8 +344,8 @@ class Conversation:
             if transfer.target == name and transfer.offer.work.request == request and transfer.offer.kind == "kv"
         )
 
-    def _delivers(self, command: Deliver) -> None:
-        request = command.request
+    def _delivers(self, name: str, command: Deliver) -> None:
+        request = label_reader(name, command.request)
         before = self.delivered.setdefault(request, [])
         assert request not in self.ends, f"a token of {request} after its end"
         assert command.index == len(before), f"{command}, expected index {len(before)}"

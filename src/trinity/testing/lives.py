@@ -1,10 +1,10 @@
-"""Lives: instances of a virtual cluster that die and come back, and the channels between one life and another.
+"""Lives: instances and front ends of a virtual cluster that die, instances that come back, and channels between them.
 
 A death cuts each of the instance's channels at a place of its own: what it says after that moment is lost, and what was
 said to it is lost with it. Each survivor hears of the death after all that it will ever hear of that life. The next
 life has the next epoch. Each survivor's channel leads there from a moment of its own, perhaps before it has heard of
 the death; then each of the two hears that the other is up. What the new life says to a survivor comes after the news of
-the death, and the front end hears nothing of it before it knows that it is up.
+the death, and a front end hears nothing of it before it knows that it is up. A front end has one life.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from trinity.core.messages import FRONTEND
 
 
 class Kill(NamedTuple):
-    """To an instance's shell: die, and come back after ``back_s``; never where that is None.
+    """To a shell of an instance or a front end: die, and come back after ``back_s``; never where that is None.
 
     ``becomes``: settings of the next life, where the end is planned so that it has other roles.
     """
@@ -37,6 +37,10 @@ class Return(NamedTuple):
     """To a dead instance's shell: begin the next life."""
 
 
+class Attach(NamedTuple):
+    """To the shell of a front end that is not there yet: begin."""
+
+
 class ChannelOpened(NamedTuple):
     """To a survivor's shell: the channel to this life of ``peer`` is open."""
 
@@ -50,25 +54,34 @@ class Lives:
     ``epochs``: the present or, of a dead instance, the next life. ``news_s``: seconds within which a survivor hears.
     """
 
-    def __init__(self, names: tuple[str, ...], draw: Random, news_s: float = 0.3) -> None:
+    def __init__(
+        self, names: tuple[str, ...], draw: Random, news_s: float = 0.3, front_ends: tuple[str, ...] = (FRONTEND,)
+    ) -> None:
         self.draw, self.news_s = draw, news_s
+        self.front_ends = list(front_ends)
         self.epochs = dict.fromkeys(names, 0)
         self.dead: set[str] = set()
         self.kills = self.lost_messages = 0
-        self._links = {(one, other): 0 for one in (FRONTEND, *names) for other in (FRONTEND, *names) if one != other}
+        everybody = (*front_ends, *names)
+        self._links = {(one, other): 0 for one in everybody for other in everybody if one != other}
         self._cuts: dict[tuple[str, str], tuple[float, int]] = {}
         self._deaf: Counter[tuple[str, str]] = Counter()  # deaths of the second that the first has not heard of
         self._news: dict[tuple[str, str], float] = {}  # the last time at which the first hears of the second
 
+    @property
+    def everybody(self) -> tuple[str, ...]:
+        """Names of all that there are or were, front ends first."""
+        return (*self.front_ends, *self.epochs)
+
     def plan_cuts(self, name: str, at: float) -> None:
         """Draw, for the death of ``name`` at this time, where each of its channels is cut: shortly before, or long."""
-        for other in (FRONTEND, *self.epochs):
+        for other in self.everybody:
             stuck = self.draw.choice([0.0, 0.0, 0.1, 1.0, at])
             self._cuts[name, other] = (at - self.draw.uniform(0.0, stuck), self.draw.choice([0, 0, 1, 2, 5]))
 
     def hear_all(self, name: str, at: float) -> None:
         """Cut none of the channels of ``name`` before its death at this time."""
-        for other in (FRONTEND, *self.epochs):
+        for other in self.everybody:
             self._cuts[name, other] = (at, 1 << 30)
 
     def carries(self, name: str, target: str, now: float) -> bool:
@@ -86,20 +99,32 @@ class Lives:
         """End the present life. Returns those who will hear of it: they had a channel to it."""
         self.kills += 1
         self.dead.add(name)
-        linked = [each for each in (FRONTEND, *self.epochs) if self._links.get((each, name)) == self.epochs[name]]
+        linked = [each for each in self.everybody if self._links.get((each, name)) == self.epochs[name]]
         survivors = [each for each in linked if each not in self.dead]
         self.epochs[name] += 1
-        for each in (FRONTEND, *self.epochs):
+        for each in self.everybody:
             self._cuts.pop((name, each), None)
             self._links.pop((name, each), None)
             self._deaf.pop((name, each), None)
         self._deaf.update((each, name) for each in survivors)
         return survivors
 
+    def lose_frontend(self, name: str) -> list[str]:
+        """End a front end. Returns the instances that will hear of it: they have a channel to it."""
+        survivors = [each for each in self.epochs if each not in self.dead and self.linked(each, name)]
+        self.kills += 1
+        self.dead.add(name)
+        return survivors
+
+    def add_frontend(self, name: str) -> list[str]:
+        """Begin a front end. Returns the instances that live, and will have a channel to it."""
+        self.front_ends.append(name)
+        return [each for each in self.epochs if each not in self.dead]
+
     def come_back(self, name: str) -> list[str]:
         """Begin the next life. Returns those who live and will have a channel to it."""
         self.dead.remove(name)
-        return [each for each in (FRONTEND, *self.epochs) if each != name and each not in self.dead]
+        return [each for each in self.everybody if each != name and each not in self.dead]
 
     def link(self, name: str, peer: str, epoch: int) -> bool:
         """Open the channel between a survivor and a new life; False where that one is over already."""

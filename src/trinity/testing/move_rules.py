@@ -28,6 +28,13 @@ from trinity.core.messages import (
     Value,
 )
 
+FrontEnds = FrontendCore | Mapping[str, FrontendCore]  # one, or all that live by name
+
+
+def map_frontends(given: FrontEnds) -> Mapping[str, FrontendCore]:
+    """Map the front ends by name."""
+    return {given.name: given} if isinstance(given, FrontendCore) else given
+
 
 @dataclass
 class WatchedMove:
@@ -52,18 +59,18 @@ class MoveRules:
     one life of a request. Each ``MoveRequest`` has one ``MoveEnd``.
     """
 
-    def __init__(self, cores: Mapping[str, InstanceCore], frontend: FrontendCore) -> None:
-        self.cores, self.frontend = cores, frontend
+    def __init__(self, cores: Mapping[str, InstanceCore], frontend: FrontEnds) -> None:
+        self.cores, self.frontends = cores, map_frontends(frontend)
         self.moves: dict[str, WatchedMove] = {}
         self.committed: dict[tuple[str, str], WatchedMove] = {}  # by target and request: the last
         self.away: set[tuple[str, str]] = set()  # instances and requests that are offered by them, or went from there
         self.moved: set[str] = set()  # requests that were ever offered so
-        self.asked: Counter[str] = Counter()
+        self.asked: Counter[tuple[str, str]] = Counter()  # by front end and request
         self.copies: set[str] = set()  # offers ahead of moves
 
     def event(self, name: str, event: Value) -> None:
         if isinstance(event, MoveRequest):
-            self.asked[event.request] += 1
+            self.asked[name, event.request] += 1
         elif isinstance(event, Submit):
             self.away.discard((name, event.work.request))
         elif isinstance(event, Pulled) and event.offer in self.moves:
@@ -79,8 +86,8 @@ class MoveRules:
         if isinstance(command, Send):
             self._send(name, command.message)
         elif isinstance(command, MoveEnd):
-            self.asked[command.request] -= 1
-            assert self.asked[command.request] >= 0, f"{command} of a move that nobody asked for"
+            self.asked[name, command.request] -= 1
+            assert self.asked[name, command.request] >= 0, f"{command} of a move that nobody asked for"
         elif isinstance(command, Pull) and command.offer in self.moves:
             self.moves[command.offer].running.add(command.part)
         elif isinstance(command, Step):
@@ -156,13 +163,15 @@ class MoveRules:
 
     def lost(self, name: str) -> None:
         self.away = {each for each in self.away if each[0] != name}
+        self.asked = Counter({each: count for each, count in self.asked.items() if each[0] != name})
 
     def after_event(self, name: str) -> None:
         if name not in self.cores:
-            waits = {request for request, count in self.asked.items() if count}
-            moving = {entry.id for entry in self.frontend.entries.values() if entry.moving}
-            assert waits == moving, f"moves of {waits} have no answer, and the front end knows of {moving}"
-            assert all(self.asked[request] == 1 for request in waits), f"several moves at once: {self.asked}"
+            waits = {each for each, count in self.asked.items() if count}
+            known = {owner: frontend.entries.values() for owner, frontend in self.frontends.items()}
+            moving = {(owner, entry.id) for owner, entries in known.items() for entry in entries if entry.moving}
+            assert waits == moving, f"moves of {waits} have no answer, and the front ends know of {moving}"
+            assert all(self.asked[each] == 1 for each in waits), f"several moves at once: {self.asked}"
             return
         s = self.cores[name].state
         left = [request for request, state in s.decoding.items() if state.copy and state.copy not in s.outgoing]

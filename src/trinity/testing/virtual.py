@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from math import inf
 from random import Random
@@ -34,7 +34,6 @@ from trinity.core.messages import (
     Collect,
     Collected,
     Failure,
-    LayersWritten,
     Open,
     PeerDown,
     PeerLoad,
@@ -51,39 +50,21 @@ from trinity.core.messages import (
 )
 from trinity.core.peer_exit import PeerLeaving
 from trinity.core.routing import RoundRobin, RoutingPolicy
+from trinity.core.values import FrontendUp
 from trinity.simulation.event_loop import EventLoop
 from trinity.testing.checks import Observer, make_checks
 from trinity.testing.conditions import Durations as Durations
 from trinity.testing.conditions import Faults as Faults
+from trinity.testing.conditions import count_up, fail_pull, report_layers
 from trinity.testing.conditions import make_settings as make_settings
 from trinity.testing.conditions import predict_steps as predict_steps
-from trinity.testing.lives import ChannelOpened, Departure, Kill, Lives, Return
-
-
-@dataclass
-class RequestRecord:
-    """Record of one request as its reader sees it; times are virtual seconds."""
-
-    work: Work
-    submitted: float
-    tokens: list[int] = field(default_factory=list)
-    times: list[float] = field(default_factory=list)
-    end: End | None = None
-    ended: float | None = None
-
-
-def _count_up(work: Work, index: int) -> int:
-    return index + 1
-
-
-def _pull_failure(pull: Pull) -> Failure:
-    """Make the failure of a pull; a pull of some layers fails by wrong bytes (``IntegrityError``)."""
-    fields = {"cause": "IntegrityError"} if pull.layers else {}
-    return Failure("MigrationError", f"a pull of {pull.request} failed", fields)
+from trinity.testing.lives import Attach, ChannelOpened, Departure, Kill, Lives, Return
+from trinity.testing.readers import RequestRecord as RequestRecord
+from trinity.testing.readers import label_reader as label_reader
 
 
 class VirtualCluster(EventLoop):
-    """Instance cores and a front end under one virtual clock.
+    """Instance cores and one or more front ends under one virtual clock.
 
     - ``routing`` (``RoundRobin``): makes the routing policy.
     - ``max_waiting`` (requests, 1024): longest queue at the front end.
@@ -94,6 +75,7 @@ class VirtualCluster(EventLoop):
     - ``observers`` (every check): checks to run after each event.
     - ``failures`` (``NO_RECOVERY``): the front end's policy for requests whose instance dies.
     - ``spread`` (1): encoders that may encode the media of one request.
+    - ``front_ends`` (the first one): names. What is asked of another one has the name ``label_reader`` in ``outcomes``.
 
     Raises ``AssertionError`` with the last events in its notes where a check fails.
     """
@@ -106,14 +88,16 @@ class VirtualCluster(EventLoop):
         max_waiting: int = 1024,
         durations: Durations | None = None,
         faults: Faults | None = None,
-        sample: Callable[[Work, int], int] = _count_up,
+        sample: Callable[[Work, int], int] = count_up,
         seed: int = 0,
         observers: Sequence[Observer] | None = None,
         failures: FailurePolicy = NO_RECOVERY,
         spread: int = 1,
+        front_ends: Sequence[str] = (FRONTEND,),
     ) -> None:
-        super().__init__(instances, routing, max_waiting, failures, spread)
-        self.routing, self.lives = routing, Lives(tuple(self.cores), Random(-1 - seed))
+        super().__init__(instances, routing, max_waiting, failures, spread, front_ends)
+        self.routing = routing
+        self.lives = Lives(tuple(self.cores), Random(-1 - seed), front_ends=tuple(front_ends))
         self.durations, self.faults, self.sample = durations or Durations(), faults or Faults(), sample
         self.draw, self.hiccups, self.copies = Random(seed), Random(seed), Random(seed)
         self.outcomes: dict[str, RequestRecord] = {}
@@ -126,49 +110,51 @@ class VirtualCluster(EventLoop):
         self._generations: dict[tuple[str, str, int], int] = {}
         self._stale: set[tuple[str, str, int]] = set()  # pulls of blocks taken back by a source that has died since
         self._addressed: dict[int, int] = {}  # to which life of its instance an event goes, by its number
-        self._unheard: dict[str, list[Value]] = {}  # said to the front end ahead of the news of the speaker's return
-        self._pulls: dict[
-            tuple[str, str, int], tuple[Pull, int | None]
-        ] = {}  # and the life of its source, None: a former one
+        self._unheard: dict[tuple[str, str], list[Value]] = {}  # said to a front end ahead of news of the return
+        self._pulls: dict[tuple[str, str, int], tuple[Pull, int | None]] = {}  # and its source's life; None: a former
         self._flights: dict[tuple[str, str], deque[Step]] = {}  # of each lane; the first one runs
         self._broken: set[tuple[str, str]] = set()  # whose rows cannot go on: one of an earlier step has failed
         self.carriers[Open] = self._open
         self.carriers[MoveEnd] = lambda name, command: None  # nobody waits for it here
         self.carriers = {kind: partial(self._observe, carry) for kind, carry in self.carriers.items()}
-        self.observers = make_checks(self.cores, self.frontend, self.lives) if observers is None else observers
+        self.observers = make_checks(self.cores, self.frontends, self.lives) if observers is None else observers
 
-    def submit(self, work: Work, at: float = 0.0, inputs: tuple[Any, ...] = ()) -> None:
-        """Submit a request as the user at this time, in virtual seconds."""
-        assert work.request not in self.outcomes, f"{work.request} was submitted before"
-        self.outcomes[work.request] = RequestRecord(work, at)
-        self.post(at, FRONTEND, Submit(work, inputs))
+    def submit(self, work: Work, at: float = 0.0, inputs: tuple[Any, ...] = (), to: str = FRONTEND) -> None:
+        """Submit a request as the user of a front end at this time, in virtual seconds."""
+        reader = label_reader(to, work.request)
+        assert reader not in self.outcomes, f"{reader} was submitted before"
+        self.outcomes[reader] = RequestRecord(work, at)
+        self.post(at, to, Submit(work, inputs))
 
-    def abort(self, request: str, at: float, reason: str = "cancelled") -> None:
+    def abort(self, request: str, at: float, reason: str = "cancelled", to: str = FRONTEND) -> None:
         """End a request as the user at this time: cancelled (the reader left) or stop (a stop string was found)."""
-        self.post(at, FRONTEND, Abort(request, reason))
+        self.post(at, to, Abort(request, reason))
 
     def freeze(self, name: str, at: float, seconds: float) -> None:
         """Halt an instance for ``seconds``: it handles what arrives only afterwards, but its memory can be read."""
         self._frozen.setdefault(name, []).append((at, at + seconds))
 
     def kill(self, name: str, at: float, back_s: float | None = 0.5) -> None:
-        """End an instance at this time, and begin its next life ``back_s`` later (None: never).
+        """End an instance at this time, and begin its next life ``back_s`` later (None: never); or end a front end.
 
         Each of its channels is cut at a place of its own, drawn now: at the death or shortly or long before it.
         """
         self.lives.plan_cuts(name, at)
         self.put(at, next(self._sequence), name, Kill(back_s))
 
+    def attach(self, name: str, at: float) -> None:
+        """Begin one more front end at this time. When it comes to know each instance is drawn."""
+        self.put(at, next(self._sequence), name, Attach())
+
     def switch(self, name: str, at: float, becomes: Settings, drain_s: float = 1.0, change_s: float = 0.5) -> None:
         """Have an instance leave at this time, end ``drain_s`` later, and come back with these settings' roles.
 
         Its end is one of ``kill``: what is still there is lost with it. When who hears that it leaves is drawn.
         """
-        for other in (FRONTEND, *self.cores):
+        for other in self.lives.everybody:
             if other != name:
-                self.put(
-                    at + self.lives.draw.uniform(0.0, self.lives.news_s), next(self._sequence), other, Departure(name)
-                )
+                heard = at + self.lives.draw.uniform(0.0, self.lives.news_s)
+                self.put(heard, next(self._sequence), other, Departure(name))
         self.lives.plan_cuts(name, at + drain_s)
         self.put(at + drain_s, next(self._sequence), name, Kill(change_s, becomes))
 
@@ -184,7 +170,7 @@ class VirtualCluster(EventLoop):
 
     def post(self, at: float, name: str, event: Any) -> int:
         number = super().post(at, name, event)
-        if name != FRONTEND:
+        if name in self.cores:
             self._addressed[number] = self.lives.epochs[name]
         return number
 
@@ -198,32 +184,39 @@ class VirtualCluster(EventLoop):
                 self.put(end, number, name, event)
                 return None
         self._addressed.pop(number, None)
-        if isinstance(event, (Kill, Return, ChannelOpened)):
+        if isinstance(event, (Kill, Return, ChannelOpened, Attach)):
             return self._turn(name, event)
         if isinstance(event, Departure):
             return PeerLeaving(event.name, self.lives.epochs[event.name], leaving=True)
-        if isinstance(event, PeerDown):
+        if isinstance(event, PeerDown) and event.name in self.cores:
             self.lives.hear(name, event.name)
         return self._check_pull(name, event) if isinstance(event, Pulled) else event
 
-    def _turn(self, name: str, event: Kill | Return | ChannelOpened) -> Value | None:
+    def _turn(self, name: str, event: Kill | Return | ChannelOpened | Attach) -> Value | None:
         """Carry out a death, a return or a new channel. Returns what the core hears of it."""
-        if isinstance(event, Kill):
+        if isinstance(event, Kill) and name in self.cores:
             self._die(name, event)
+        elif isinstance(event, Kill):
+            self._lose_frontend(name)
+        elif isinstance(event, Attach):
+            self._add_frontend(name)
         elif isinstance(event, Return):
+            if FRONTEND in self.lives.dead:
+                self.post(self.now, name, PeerDown(FRONTEND))
             for other in self.lives.come_back(name):
                 delay = self.lives.draw.uniform(0.0, 2 * self.lives.news_s)
                 self.post(self.now + delay, other, ChannelOpened(name, self.lives.epochs[name]))
             return self.cores[name].announcement()
         elif self.lives.link(name, event.peer, event.epoch):
             up = self.cores[event.peer].announcement()
-            if name != FRONTEND:
+            if name in self.cores:
                 self.post(self.lives.next_news(name, event.peer, self.now), name, up)
                 self.post(self.lives.next_news(event.peer, name, self.now), event.peer, self.cores[name].announcement())
                 return None
+            self.post(self.now, event.peer, FrontendUp(name))
             at = self.lives.last_news(name, event.peer)
             self.post(max(at, self.now), name, up)
-            for message in self._unheard.pop(event.peer, ()):
+            for message in self._unheard.pop((event.peer, name), ()):
                 self.post(max(at, self.now), name, message)
         return None
 
@@ -235,7 +228,7 @@ class VirtualCluster(EventLoop):
         settings = replace(kill.becomes or self.cores[name].settings, epoch=self.lives.epochs[name])
         self.cores[name] = self._all[name] = InstanceCore(settings, self.routing())
         self._due[name] = inf
-        self._unheard.pop(name, None)
+        self._unheard = {key: said for key, said in self._unheard.items() if key[0] != name}
         self._flights = {key: flight for key, flight in self._flights.items() if key[0] != name}
         self._broken = {key for key in self._broken if key[0] != name}
         self._pulls = {key: pull for key, pull in self._pulls.items() if key[0] != name}
@@ -247,6 +240,22 @@ class VirtualCluster(EventLoop):
             self.post(heard, other, PeerDown(name, planned=kill.becomes is not None))
         if kill.back_s is not None:
             self.put(self.now + kill.back_s, next(self._sequence), name, Return())
+
+    def _lose_frontend(self, name: str) -> None:
+        """End a front end: its requests are nobody's, and each instance in touch with it hears of that."""
+        for each in self.observers:
+            each.lost(name)
+        del self.frontends[name]
+        for other in self.lives.lose_frontend(name):
+            heard = self.lives.next_news(other, name, max(self.now, self._arrival.get((name, other), 0.0)))
+            self.post(heard, other, PeerDown(name))
+
+    def _add_frontend(self, name: str) -> None:
+        self.frontends[name] = self._all[name] = self.make_frontend(name)
+        self._due[name] = inf
+        for other in self.lives.add_frontend(name):
+            delay = self.lives.draw.uniform(0.0, 2 * self.lives.news_s)
+            self.post(self.now + delay, name, ChannelOpened(other, self.lives.epochs[other]))
 
     def _check_end(self) -> None:
         for each in self.observers:
@@ -282,10 +291,11 @@ class VirtualCluster(EventLoop):
 
     def send(self, name: str, command: Send) -> None:
         target = command.to
-        if name == FRONTEND and isinstance(command.message, Submit) and not command.message.asker:
-            self._readers[command.message.work.request] = self.frontend.reader_of(command.message.work.request)
-        if target == FRONTEND and not self.lives.linked(name, target):
-            self._unheard.setdefault(name, []).append(command.message)
+        if name in self.frontends and isinstance(command.message, Submit) and not command.message.asker:
+            life = command.message.work.request
+            self._readers[life] = label_reader(name, self.frontends[name].reader_of(life))
+        if target in self.frontends and not self.lives.linked(name, target):
+            self._unheard.setdefault((name, target), []).append(command.message)
         elif self.lives.carries(name, target, self.now):
             arrival = self.now + self.durations.message(self.draw, name, target)
             arrival = max(arrival, self._arrival.get((name, target), 0.0))
@@ -321,26 +331,18 @@ class VirtualCluster(EventLoop):
             self._generations[name, command.kind, block] = command.generation
 
     def deliver(self, name: str, command: Deliver) -> None:
-        outcome = self.outcomes[command.request]
+        outcome = self.outcomes[label_reader(name, command.request)]
         outcome.tokens.append(command.sampled.token)
         outcome.times.append(self.now)
 
     def end(self, name: str, command: End) -> None:
-        outcome = self.outcomes[command.request]
+        outcome = self.outcomes[label_reader(name, command.request)]
         outcome.end, outcome.ended = command, self.now
 
     def _progress(self, name: str, step: Step, seconds: float, fails: bool) -> None:
-        """Report layers evenly over the step; a failing step, and now and then another, begins anew in its middle."""
         layers = self.cores[name].settings.layers
-        groups = [(first, min(first + step.group, layers)) for first in range(0, layers, step.group)]
-        told = self.hiccups.randint(0, len(groups))
-        again = fails or self.hiccups.random() < 0.1
-        for number, group in enumerate(groups[: told if again else len(groups)]):
-            self.post(
-                self.now + seconds * (number + 1) / (len(groups) + 2), name, LayersWritten(step.id, step.lane, group)
-            )
-        if again and told:
-            self.post(self.now + seconds * 0.95, name, LayersWritten(step.id, step.lane, None))
+        for share, report in report_layers(self.hiccups, step, layers, fails):
+            self.post(self.now + seconds * share, name, report)
 
     def _make_result(self, name: str, step: Step, seconds: float) -> Stepped:
         rows = [row.request for row in step.encodes] + [row.request for row in step.prefills] + list(step.decodes)
@@ -355,9 +357,8 @@ class VirtualCluster(EventLoop):
         return Stepped(step.id, step.lane, sampled, failed, seconds)
 
     def _sample_token(self, name: str, request: str) -> Sampled:
-        index = self._drawn[name, request]
-        self._drawn[name, request] = index + 1
-        return Sampled(self.sample(self.outcomes[self._readers[request]].work, index))
+        self._drawn[name, request] += 1
+        return Sampled(self.sample(self.outcomes[self._readers[request]].work, self._drawn[name, request] - 1))
 
     def pull(self, name: str, pull: Pull) -> None:
         seconds = self.durations.pull(self.draw, pull)
@@ -366,7 +367,7 @@ class VirtualCluster(EventLoop):
         self._pulls[name, pull.offer, pull.part] = (pull, epoch)
         fails = self.faults.pull(self.draw, pull)
         if fails or not reached:  # one that reaches the next life reads what is there, and is none the wiser
-            answer = Pulled(pull.offer, pull.part, _pull_failure(pull))
+            answer = Pulled(pull.offer, pull.part, fail_pull(pull))
         else:
             record = {"kind": pull.kind, "source": pull.source, "blocks": len(pull.source_blocks), "seconds": seconds}
             answer = Pulled(pull.offer, pull.part, None, record)

@@ -185,7 +185,7 @@ def test_a_request_passed_to_an_encoder_leaves_a_tombstone() -> None:
     commands = core.handle(Tick(), 0.0)
     assert brief(commands) == []
     assert "r" not in core.state.requests
-    assert core.state.tombstones == {"r": Tombstone("E0", 2, 1)}
+    assert core.state.tombstones == {"r": Tombstone("E0", 2, 1, "frontend")}
 
 
 def test_a_request_without_its_features_goes_to_an_encoder() -> None:

@@ -22,7 +22,7 @@ def test_an_encode_instance_offers_all_and_commits_when_one_step_encoded_all() -
     assert not core.state.requests
     assert not core.idle(), "the lease is still out"
     assert core.state.image.held == 3
-    assert core.state.tombstones == {"r": Tombstone("P0", 0, 1)}
+    assert core.state.tombstones == {"r": Tombstone("P0", 0, 1, "frontend")}
     table(core, [(Release("E0:1", "pulled"), [])])
     assert core.idle()
     assert core.state.image.held == 0

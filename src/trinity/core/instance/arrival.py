@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from trinity.core.instance.company import find_company
+from trinity.core.instance.company import find_company, nowhere
+from trinity.core.instance.front_ends import refuse_submit
 from trinity.core.instance.helpers import leave_to_helpers
 from trinity.core.instance.lifecycle import end, queue_prefill
 from trinity.core.instance.phases import Phase
 from trinity.core.instance.request_state import RequestState
-from trinity.core.instance.state import State, failure, nowhere
+from trinity.core.instance.state import State, failure
 from trinity.core.messages import IMAGE, Failure, Submit, Work
 from trinity.core.migration.remote_features import skip_cached_remotely
 from trinity.core.migration.source import offer_found
@@ -17,9 +18,10 @@ from trinity.core.stage_needs import needs
 
 def handle_submit(s: State, event: Submit, now: float) -> None:
     """Queue a new request for encode, or for prefill where no feature is needed or all are cached here."""
-    if s.settings.is_other_life(event.target_epoch):
-        return
     work = event.work
+    if s.settings.is_other_life(event.target_epoch) or refuse_submit(s, event):
+        return
+    s.newest = max(s.newest, work.number)
     state = RequestState(work, now, event.inputs, stored_tokens=list(event.tokens), asker=event.asker)
     state.route = (*event.route, s.settings.name)
     s.take_in(state)

@@ -2,17 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from trinity.core.instance.state import State, failure
 from trinity.core.messages import FRONTEND, NOWHERE, Failure, PeerEmpty, PeerReserved, Work
 
 
 def handle_peer_reserved(s: State, event: PeerReserved, now: float) -> None:
-    """Route past an instance that is reserved, or no longer. This one says so as soon as it is empty."""
+    """Route past an instance that is reserved, or no longer. This one says so as soon as it is empty.
+
+    The first front end alone has requests run alone; the others hear from the instance that one does.
+    """
     s.router.reserve(event)
     if event.name == s.settings.name:
         s.reserved_as = event.number if event.reserved else None
         s.said_empty = False
+        tell_reserved(s, [each for each in s.frontends if each != FRONTEND])
         say_empty(s)
+
+
+def tell_reserved(s: State, names: Iterable[str]) -> None:
+    """Tell front ends whether this instance is reserved."""
+    own = s.settings
+    for each in names:
+        s.send(each, PeerReserved(own.name, own.epoch, s.reserved_as is not None))
+
+
+def drop_reservations(s: State) -> None:
+    """Let anyone go anywhere: the front end that had requests run alone is lost."""
+    s.router.reserved.clear()
+    if s.reserved_as is not None:
+        s.reserved_as, s.said_empty = None, False
+        tell_reserved(s, s.frontends)
 
 
 def say_empty(s: State) -> None:
@@ -21,6 +42,18 @@ def say_empty(s: State) -> None:
     if s.reserved_as is not None and not (s.said_empty or s.requests or s.outgoing or s.skipped_encodes):
         s.said_empty = True
         s.send(FRONTEND, PeerEmpty(own.name, own.epoch, s.reserved_as))
+
+
+def nowhere(s: State, letter: str) -> Failure:
+    """Failure of a request whose next stage no instance has just now."""
+    text = f"no instance with stage {letter} is up just now"
+    return failure("MigrationError", text, source=s.settings.name, cause=NOWHERE)
+
+
+def untaken(s: State, target: str) -> Failure:
+    """Failure of a request that its target did not take, as it is not in touch with the owner just now."""
+    text = f"instance {target} is not in touch with the request's front end just now"
+    return failure("MigrationError", text, source=s.settings.name, target=target, cause=NOWHERE)
 
 
 def find_company(s: State, work: Work) -> Failure | None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
-from trinity.core.messages import Emit, Sampled
+from trinity.core.messages import FRONTEND, Emit, Sampled
 
 MAX_COLUMNS = 16  # columns kept before requests collect their tokens
 
@@ -23,6 +24,16 @@ class DecodeMember:
     last: int
     stops: frozenset[int]
     read: int
+    owner: str
+
+
+class OwnedRows(NamedTuple):
+    """The rows of one front end among those that decode together, and their ``places`` there."""
+
+    rows: tuple[str, ...]
+    attempts: tuple[int, ...]
+    starts: tuple[int, ...]
+    places: tuple[int, ...]
 
 
 class DecodeBatch:
@@ -42,6 +53,8 @@ class DecodeBatch:
         self.stops: frozenset[int] = frozenset()  # of all members
         self.attempts: tuple[int, ...] = ()
         self.starts: tuple[int, ...] = ()
+        self.owner = FRONTEND  # of all rows; "" where they have several
+        self.owned: dict[str, OwnedRows] = {}  # by owner, where they have several
         self.due = 0  # the count of columns at which a row ends by its length, or all are written
 
     @property
@@ -55,10 +68,12 @@ class DecodeBatch:
             each for each in self._members if each not in there
         ]
 
-    def join(self, request: str, attempt: int, tokens: int, most: int, stops: frozenset[int]) -> None:
+    def join(
+        self, request: str, attempt: int, tokens: int, most: int, stops: frozenset[int], owner: str = FRONTEND
+    ) -> None:
         """Add a request that has ``tokens`` outputs and ends at ``most`` outputs, or with a token of ``stops``."""
         start = tokens - self.count
-        self._members[request] = DecodeMember(attempt, start, most - start, stops, self.count)
+        self._members[request] = DecodeMember(attempt, start, most - start, stops, self.count, owner)
         self._counted.update(stops)
 
     def leave(self, request: str) -> None:
@@ -75,10 +90,31 @@ class DecodeBatch:
         self.stops = frozenset(self._counted)
         self.attempts = tuple([each.attempt for each in members])
         self.starts = tuple([each.start for each in members])
+        self._part(members)
         self._plan()
 
-    def add_column(self, sampled: Mapping[str, Sampled]) -> tuple[Emit, bool]:
-        """Add a step's samples. Returns the Emit, and True where the caller must check ``ends`` and ``full``.
+    def _part(self, members: list[DecodeMember]) -> None:
+        """Part the rows by their owners."""
+        owners = dict.fromkeys([each.owner for each in members])
+        self.owner = next(iter(owners)) if len(owners) == 1 else ""
+        self.owned = {} if self.owner else {each: self._rows_of(each, members) for each in owners}
+
+    def _rows_of(self, owner: str, members: list[DecodeMember]) -> OwnedRows:
+        places = tuple([place for place, each in enumerate(members) if each.owner == owner])
+        columns = [tuple([column[place] for place in places]) for column in (self.attempts, self.starts)]
+        return OwnedRows(tuple([self.rows[place] for place in places]), columns[0], columns[1], places)
+
+    def emits(self, chosen: tuple[Sampled, ...], count: int) -> dict[str, Emit]:
+        """Make what each owner hears of column ``count``, whose samples are ``chosen``."""
+        if self.owner:
+            return {self.owner: Emit(self.rows, self.attempts, self.starts, chosen, count)}
+        return {
+            owner: Emit(each.rows, each.attempts, each.starts, tuple([chosen[place] for place in each.places]), count)
+            for owner, each in self.owned.items()
+        }
+
+    def add_column(self, sampled: Mapping[str, Sampled]) -> tuple[dict[str, Emit], bool]:
+        """Add a step's samples. Returns the Emit of each owner, and True where ``ends`` and ``full`` are to be checked.
 
         Raises ``KeyError`` for a row without a sample.
         """
@@ -86,7 +122,7 @@ class DecodeBatch:
         chosen = tuple(map(sampled.__getitem__, rows))
         self.keep(chosen)
         more = count + 1 >= self.due or (stops and not stops.isdisjoint([each.token for each in chosen]))
-        return Emit(rows, self.attempts, self.starts, chosen, count), bool(more)
+        return self.emits(chosen, count), bool(more)
 
     def keep(self, chosen: tuple[Sampled, ...]) -> None:
         """Keep a column of the samples of ``rows``, without a look at what it ends."""

@@ -8,6 +8,7 @@ from typing import Any
 from trinity.core.instance.arrival import handle_submit
 from trinity.core.instance.collection import handle_collected
 from trinity.core.instance.company import handle_peer_reserved, say_empty
+from trinity.core.instance.front_ends import handle_frontend_up, handle_not_taken
 from trinity.core.instance.lifecycle import handle_cancel, handle_forget
 from trinity.core.instance.peers import handle_peer_avoided, handle_peer_load, handle_peer_lost, handle_peer_up
 from trinity.core.instance.repeated_step import RepeatedStep, find_repeated
@@ -48,6 +49,7 @@ from trinity.core.migration.source import handle_helped
 from trinity.core.migration.target import handle_commit, handle_offer, handle_pulled, handle_ready, handle_withdraw
 from trinity.core.peer_exit import PeerLeaving, PeerRemoved
 from trinity.core.routing import RoundRobin, Router, RoutingPolicy
+from trinity.core.values import FrontendUp, NotTaken
 
 _HANDLERS: dict[type[Value], Callable[[State, Any, float], None]] = {
     Submit: handle_submit,
@@ -71,6 +73,8 @@ _HANDLERS: dict[type[Value], Callable[[State, Any, float], None]] = {
     PeerRemoved: lambda s, event, now: s.router.forget(event),
     PeerReserved: handle_peer_reserved,
     PeerDown: handle_peer_lost,
+    FrontendUp: handle_frontend_up,
+    NotTaken: handle_not_taken,
     Fetch: handle_fetch,
     Fetched: handle_fetched,
     Helped: handle_helped,

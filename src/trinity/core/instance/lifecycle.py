@@ -8,7 +8,6 @@ from trinity.core.instance.request_state import COPIED, FEATURES_GONE, REFUSED, 
 from trinity.core.instance.state import State
 from trinity.core.messages import (
     ENCODED,
-    FRONTEND,
     IMAGE,
     KV,
     Cancel,
@@ -108,7 +107,7 @@ def _tell_end(s: State, state: RequestState, ending: Finished, ours: bool) -> No
     if state.outgoing in s.outgoing:
         s.send(s.outgoing[state.outgoing].target, Withdraw(state.outgoing))
     if ours:
-        s.send(FRONTEND, _report(state, ending))
+        s.send(state.work.owner, _report(state, ending))
 
 
 def _give_back(s: State, state: RequestState) -> None:

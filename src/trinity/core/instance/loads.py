@@ -1,11 +1,11 @@
-"""Load reports to peers and the front end: waiting work, free blocks, cached content."""
+"""Load reports to peers and front ends: waiting work, free blocks, cached content."""
 
 from __future__ import annotations
 
 from trinity.core.instance.phases import Phase
 from trinity.core.instance.request_state import RequestState
 from trinity.core.instance.state import State
-from trinity.core.messages import FRONTEND, IMAGE, PeerLoad
+from trinity.core.messages import IMAGE, PeerLoad
 
 WAITING = {
     Phase.IMAGE_QUEUE: "E",
@@ -31,7 +31,7 @@ def report(s: State, now: float) -> None:
     beat = min(own.heartbeat_s, own.lease_s / 4)
     if load != s.reported or now - s.reported_at >= beat:
         s.reported, s.reported_at = load, now
-        for name in [*report_targets(s), FRONTEND]:
+        for name in [*report_targets(s), *s.frontends]:
             s.send(name, load)
     soon = (s.requests or s.outgoing) and s.has_load_listeners
     s.report_at = now + (min(own.report_s, beat) if soon else beat)
@@ -76,6 +76,7 @@ def load_of(s: State) -> PeerLoad:
         unit_s={letter: rates.unit_seconds(letter) for letter in own.roles},
         cached={kind: pool.digest(own.digest_keys) for kind, pool in s.pools.items()},
         preemptions=s.preemptions,
+        newest=s.newest if len(s.frontends) > 1 else 0,
     )
 
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from trinity.core.instance.front_ends import lose_frontend
 from trinity.core.instance.helpers import lose_helper
 from trinity.core.instance.lifecycle import end
 from trinity.core.instance.loads import followers
 from trinity.core.instance.state import State, failure
-from trinity.core.messages import FRONTEND, Gone, PeerDown, PeerLoad, PeerSuspect, PeerUp
+from trinity.core.messages import Gone, PeerDown, PeerLoad, PeerSuspect, PeerUp
 from trinity.core.migration.leases import take_back
 from trinity.core.migration.moves import LOST, finish_copy, give_up
 from trinity.core.migration.remote_features import give_up_fetches, give_up_pulls
 from trinity.core.migration.second_offers import offer_again
 from trinity.core.peer_exit import PeerLeaving
+from trinity.core.values import is_frontend
 
 
 def handle_peer_up(s: State, event: PeerUp, now: float) -> None:
@@ -36,8 +38,11 @@ def handle_peer_avoided(s: State, event: PeerSuspect | PeerLeaving, now: float) 
 def handle_peer_lost(s: State, event: PeerDown, now: float) -> None:
     """End the requests whose blocks are at the lost peer, take back its leases, and say which requests went there.
 
-    The front end ends these, unless it knows that they have gone on: it may not have heard of them from the peer.
+    Their owners end these, unless they know that they have gone on: they may not have heard of them from the peer.
     """
+    if is_frontend(event.name):
+        lose_frontend(s, event.name, now)
+        return
     lost = s.router.drop(event.name) or s.router.lost.get(event.name)
     epoch = lost.epoch if lost is not None else 0
     s.has_load_listeners = bool(followers(s))
@@ -66,4 +71,4 @@ def handle_peer_lost(s: State, event: PeerDown, now: float) -> None:
                 give_up(s, waiting, now, event.name, LOST)
     for request, stone in s.tombstones.items():
         if stone.target == event.name:
-            s.send(FRONTEND, Gone(request, stone.attempt, name, event.name, stone.hop, epoch))
+            s.send(stone.owner, Gone(request, stone.attempt, name, event.name, stone.hop, epoch))

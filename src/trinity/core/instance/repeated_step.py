@@ -13,7 +13,7 @@ from operator import attrgetter
 from trinity.core.instance.lanes import StepInFlight
 from trinity.core.instance.state import State
 from trinity.core.instance.timers import next_timer
-from trinity.core.messages import FRONTEND, Emit, Send, Step, Stepped, Value
+from trinity.core.messages import Emit, Send, Step, Stepped, Value
 
 _token = attrgetter("token")
 
@@ -27,7 +27,7 @@ class RepeatedStep:
     """
 
     __slots__ = (
-        *("_s", "_columns", "_flight", "_rates"),
+        *("_s", "_columns", "_flight", "_rates", "_owner"),
         *("_id", "_lane", "_rows", "_attempts", "_starts", "_stops", "_ends", "due"),
     )
 
@@ -36,6 +36,7 @@ class RepeatedStep:
         self._s, self._flight, self._columns, self._rates = s, flight, columns, s.rates
         self._id, self._lane, self._rows = first.id, first.lane, columns.rows
         self._attempts, self._starts, self._stops = columns.attempts, columns.starts, columns.stops
+        self._owner = columns.owner
         self._ends = columns.due - len(flight)
         self.due = next_timer(s)
 
@@ -59,7 +60,9 @@ class RepeatedStep:
         flight.rotate(-1)
         flight[-1].step = step
         self._id = flight[0].step.id
-        return [Send(FRONTEND, Emit(rows, self._attempts, self._starts, chosen, count)), step]
+        if not self._owner:
+            return [*[Send(owner, emit) for owner, emit in columns.emits(chosen, count).items()], step]
+        return [Send(self._owner, Emit(rows, self._attempts, self._starts, chosen, count)), step]
 
 
 def find_repeated(s: State) -> RepeatedStep | None:

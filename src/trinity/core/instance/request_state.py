@@ -16,6 +16,7 @@ from trinity.core.messages import IMAGE, KV, Collect, Commit, Failure, Fetched, 
 from trinity.core.migration.pull_progress import Piece, PullProgress
 
 COPIED = "copied"  # end of what was offered to be cached alone
+UNTAKEN = "untaken"  # outcome of an offer whose target is not in touch with the owner
 REFUSED, UNPULLED = "refused", "unpulled"  # outcomes of an offer of a decode that stays where it is: no room, a failure
 FEATURES_GONE = "missing"  # outcome of an offer whose named holder no longer has the features
 
@@ -158,7 +159,14 @@ class RequestState:
 
     def join_decode_batch(self, columns: DecodeBatch) -> None:
         """Decode together with the requests of this batch from now on."""
-        columns.join(self.work.request, self.attempt, len(self.stored_tokens), self.max_tokens, self.stop_ids)
+        columns.join(
+            self.work.request,
+            self.attempt,
+            len(self.stored_tokens),
+            self.max_tokens,
+            self.stop_ids,
+            self.work.owner,
+        )
         self.decode_batch = columns
 
     def leave_decode_batch(self) -> None:
@@ -326,6 +334,7 @@ class Tombstone:
     target: str
     attempt: int
     hop: int
+    owner: str
 
 
 @dataclass(slots=True)

@@ -27,7 +27,6 @@ from trinity.core.messages import (
     FRONTEND,
     IMAGE,
     KV,
-    NOWHERE,
     Close,
     Failure,
     Finished,
@@ -81,6 +80,8 @@ class State:
         self.revoked_blocks: dict[str, set[int]] = {kind: set() for kind in settings.pools}
         self.reserved_as: int | None = None  # number of the PeerReserved for one that runs alone here
         self.said_empty = False
+        self.frontends = [FRONTEND]  # in touch with this instance: it has requests of no other
+        self.newest = 0  # highest number of a request that came here
         self.skipped_encodes: dict[str, SkippedEncode] = {}
         self.fetches: dict[str, FeatureFetch] = {}
         self.last_heard: dict[str, float] = {}
@@ -139,10 +140,10 @@ class State:
         self.take_in(state)
 
     def _claim(self, state: RequestState) -> None:
-        """Tell the front end that it is here. Drops its tombstone: two would pass a late Cancel in a circle."""
+        """Tell its owner that it is here. Drops its tombstone: two would pass a late Cancel in a circle."""
         self.tombstones.pop(state.work.request, None)
         if len(state.route) > 1:
-            self.send(FRONTEND, self._moved(state, len(state.route) - 1))
+            self.send(state.work.owner, self._moved(state, len(state.route) - 1))
 
     def _moved(self, state: RequestState, hop: int) -> Moved:
         own, offer = self.settings, state.incoming.offer if state.incoming is not None else None
@@ -151,8 +152,9 @@ class State:
         return Moved(state.work.request, state.attempt, own.name, hop, own.epoch, *source, start)
 
     def leave_tombstone(self, state: RequestState, target: str) -> None:
-        """Send a Cancel of this request there from now on, and tell the front end if the target is lost."""
-        self.tombstones[state.work.request] = Tombstone(target, state.attempt, len(state.route))
+        """Send a Cancel of this request there from now on, and tell its owner if the target is lost."""
+        work = state.work
+        self.tombstones[work.request] = Tombstone(target, state.attempt, len(state.route), work.owner)
 
     def forget(self, request: str, attempt: int) -> None:
         """Drop the tombstone and the skipped encode of a request that has ended everywhere, up to this attempt."""
@@ -391,9 +393,3 @@ class State:
 
 def failure(error: str, message: str, **fields: str) -> Failure:
     return Failure(error, message, fields)
-
-
-def nowhere(s: State, letter: str) -> Failure:
-    """Failure of a request whose next stage no instance has just now."""
-    text = f"no instance with stage {letter} is up just now"
-    return failure("MigrationError", text, source=s.settings.name, cause=NOWHERE)

@@ -10,12 +10,14 @@ from trinity.core.instance.lanes import LANE_STAGES, StepInFlight
 from trinity.core.instance.lifecycle import conclude_if_quiet, drop_media, end, queue_prefill
 from trinity.core.instance.request_state import RequestState
 from trinity.core.instance.state import State
-from trinity.core.messages import ENCODED, FRONTEND, Emit, Encode, Prefill, Sampled, Step, Stepped
+from trinity.core.messages import ENCODED, Emit, Encode, Prefill, Sampled, Step, Stepped
 from trinity.core.migration.kv_source import finish_chunk, layers_per_group, measure_step_tail, open_streams
 from trinity.core.migration.kv_target import publish_kv
 from trinity.core.migration.source import announce, may_offer, offer_kv, offer_media
 from trinity.core.migration.target import admit_offers
 from trinity.core.scheduler import Batch, schedule
+
+FirstToken = tuple[str, int, int, Sampled]  # request, attempt, index and sample
 
 
 def pump(s: State, now: float) -> None:
@@ -102,12 +104,12 @@ def handle_stepped(s: State, event: Stepped, now: float) -> None:
     before = len(s.out)
     if step.encodes:
         _encoded(s, step, event, now)
-    emit = _prefilled(s, running, event, now) if step.prefills else None
+    emits = _prefilled(s, running, event, now) if step.prefills else {}
     if step.decodes:
         decoded = _decoded(s, step.decodes, event, now)
-        emit = decoded if emit is None else _joined(emit, decoded)
-    if emit is not None:  # ahead of the ends that these tokens brought about
-        s.send_ahead(before, FRONTEND, emit)
+        emits = _joined(emits, decoded) if emits else decoded
+    for place, (owner, emit) in enumerate(emits.items()):  # ahead of the ends that these tokens brought about
+        s.send_ahead(before + place, owner, emit)
     for request, why in failed.items():
         end(s, s.requests[request], now, "error", why)
     for request in running.requests if s.leaving else ():
@@ -171,20 +173,22 @@ def _announce_media(s: State, step: Step, now: float) -> None:
                 offer_media(s, state, now)
 
 
-def _prefilled(s: State, running: StepInFlight, event: Stepped, now: float) -> Emit | None:
-    """Advance the step's chunks. Returns the first tokens of the prompts that are complete."""
+def _prefilled(s: State, running: StepInFlight, event: Stepped, now: float) -> dict[str, Emit]:
+    """Advance the step's chunks. Returns the first tokens of the prompts that are complete, by owner."""
     measure_step_tail(s, running, event, now)
-    firsts: list[tuple[str, int, int, Sampled]] = []
+    firsts: dict[str, list[FirstToken]] = {}
     for row in running.step.prefills:
         if row.request not in event.failed:
             _chunk(s, row, event, firsts, now)
-    if not firsts:
-        return None
+    return {owner: _emit(found) for owner, found in firsts.items()}
+
+
+def _emit(firsts: list[FirstToken]) -> Emit:
     requests, attempts, starts, sampled = zip(*firsts, strict=True)
     return Emit(requests, attempts, starts, sampled)
 
 
-def _chunk(s: State, row: Prefill, event: Stepped, firsts: list[tuple[str, int, int, Sampled]], now: float) -> None:
+def _chunk(s: State, row: Prefill, event: Stepped, firsts: dict[str, list[FirstToken]], now: float) -> None:
     state = s.requests[row.request]
     if state.ending is not None:
         return
@@ -196,7 +200,8 @@ def _chunk(s: State, row: Prefill, event: Stepped, firsts: list[tuple[str, int, 
     drop_media(s, state)
     sampled = event.sampled.get(row.request)
     assert sampled is not None, f"a row of {row.request} gave no token"
-    firsts.append((row.request, state.attempt, len(state.stored_tokens), sampled))
+    first = (row.request, state.attempt, len(state.stored_tokens), sampled)
+    firsts.setdefault(state.work.owner, []).append(first)
     state.take_token(sampled.token)
     if sampled.token in state.stop_ids or len(state.stored_tokens) >= state.max_tokens:
         end(s, state, now, "stop" if sampled.token in state.stop_ids else "length")
@@ -206,16 +211,16 @@ def _chunk(s: State, row: Prefill, event: Stepped, firsts: list[tuple[str, int, 
         offer_kv(s, state, now)
 
 
-def _decoded(s: State, rows: tuple[str, ...], event: Stepped, now: float) -> Emit | None:
-    """Take one token of each of these rows, unless its request is ending or has failed."""
+def _decoded(s: State, rows: tuple[str, ...], event: Stepped, now: float) -> dict[str, Emit]:
+    """Take one token of each of these rows, unless its request is ending or has failed. Returns them by owner."""
     columns = s.decode_batch
     if rows != columns.rows or event.failed or s.leaving:
         rows = tuple([each for each in rows if each not in event.failed and s.requests[each].ending is None])
         _gather(s, rows)
         if not rows:
-            return None
+            return {}
     try:
-        emit, more = columns.add_column(event.sampled)
+        emits, more = columns.add_column(event.sampled)
     except KeyError as missing:
         raise AssertionError(f"a row of {missing.args[0]} gave no token") from None
     if more:
@@ -225,7 +230,7 @@ def _decoded(s: State, rows: tuple[str, ...], event: Stepped, now: float) -> Emi
             for request in columns.members:
                 s.requests[request].store_tokens()
             columns.clear()
-    return emit
+    return emits
 
 
 def _gather(s: State, rows: tuple[str, ...]) -> None:
@@ -239,10 +244,13 @@ def _gather(s: State, rows: tuple[str, ...]) -> None:
         s.decode_batch.arrange(rows)
 
 
-def _joined(firsts: Emit, rest: Emit | None) -> Emit:
-    """Join the first tokens of prompts and the tokens of decode rows, in this order."""
-    if rest is None:
-        return firsts
+def _joined(firsts: dict[str, Emit], rest: dict[str, Emit]) -> dict[str, Emit]:
+    """Join the first tokens of prompts and the tokens of decode rows of each owner, in this order."""
+    both = {owner: _join_rows(first, rest[owner]) for owner, first in firsts.items() if owner in rest}
+    return {**firsts, **rest, **both}
+
+
+def _join_rows(firsts: Emit, rest: Emit) -> Emit:
     return Emit(
         firsts.requests + rest.requests,
         firsts.attempts + rest.attempts,

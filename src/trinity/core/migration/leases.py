@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from math import inf
 
+from trinity.core.instance.company import untaken
 from trinity.core.instance.lifecycle import end
 from trinity.core.instance.phases import Phase
-from trinity.core.instance.request_state import FEATURES_GONE, REFUSED, UNPULLED, Lease, RequestState
+from trinity.core.instance.request_state import FEATURES_GONE, REFUSED, UNPULLED, UNTAKEN, Lease, RequestState
 from trinity.core.instance.state import State, failure
-from trinity.core.messages import FRONTEND, Failure, Finished, Release, Withdraw
+from trinity.core.messages import Failure, Finished, Release, Withdraw
 from trinity.core.migration.moves import LATE, finish_copy, give_up
 from trinity.core.migration.remote_features import encode_after_all, forget_skipped, give_up_fetches
 from trinity.core.migration.source import drop_offer
@@ -35,7 +36,9 @@ def handle_release(s: State, event: Release, now: float) -> None:
         return
     forget_skipped(s, lease)
     state = s.requests.get(lease.request)
-    if state is not None and state.outgoing == event.id:  # released before the commit: the target gave it up
+    if event.outcome == UNTAKEN:
+        _report_untaken(s, lease, state, now)
+    elif state is not None and state.outgoing == event.id:  # released before the commit: the target gave it up
         give_up(s, state, now, lease.target, event.outcome)
     elif event.outcome in (REFUSED, UNPULLED):
         _report_end(s, lease, _refused(s, lease))
@@ -94,11 +97,20 @@ def _expired(s: State, lease: Lease, now: float) -> None:
         _report_end(s, lease, why)
 
 
+def _report_untaken(s: State, lease: Lease, state: RequestState | None, now: float) -> None:
+    """End a request whose target is not in touch with the owner, and tell that one, as the target cannot."""
+    if state is None or state.outgoing != lease.id:
+        _report_end(s, lease, untaken(s, lease.target))
+    else:
+        drop_offer(state)
+        end(s, state, now, "error", untaken(s, lease.target))
+
+
 def _report_end(s: State, lease: Lease, why: Failure) -> None:
-    """Report the end of a request that its target does not report, if the front end waits for it."""
+    """Report the end of a request that its target does not report, if its owner waits for it."""
     stone = s.tombstones.get(lease.request)
     if stone is not None and (stone.target, stone.attempt) == (lease.target, lease.attempt):  # not forgotten yet
-        s.send(FRONTEND, _report(lease, why))
+        s.send(stone.owner, _report(lease, why))
 
 
 def _refused(s: State, lease: Lease) -> Failure:

@@ -14,7 +14,7 @@ from trinity.core.instance.lifecycle import end
 from trinity.core.instance.phases import Phase
 from trinity.core.instance.request_state import REFUSED, UNPULLED, Lease, RequestState
 from trinity.core.instance.state import State, failure
-from trinity.core.messages import FRONTEND, KV, Caught, Failure, Move, NotMoved, Part, Withdraw
+from trinity.core.messages import KV, Caught, Failure, Move, NotMoved, Part, Withdraw
 from trinity.core.migration.source import announce, commit, drop_copy, drop_offer, lend_copy, lend_to
 
 WORTH_COPYING_S = 0.01  # of a pull that is worth to go ahead of a move
@@ -32,7 +32,7 @@ def handle_move(s: State, event: Move, now: float) -> None:
     """Take the request out of the batch. Its KV is offered once no step has a row of it (``offer_moves``)."""
     problem = _find_problem(s, event)
     if problem is not None:
-        s.send(FRONTEND, NotMoved(event.request, event.attempt, problem))
+        s.send(event.owner, NotMoved(event.request, event.attempt, problem))
         return
     state = s.requests[event.request]
     state.target = event.to
@@ -63,7 +63,7 @@ def finish_copy(s: State, lease: Lease, now: float, outcome: str) -> None:
         s.move(state, Phase.MOVING, now)
     else:
         reason = outcome if state.phase is Phase.DECODING else STAYED
-        s.send(FRONTEND, NotMoved(state.work.request, state.attempt, _stays(s, lease.target, reason)))
+        s.send(state.work.owner, NotMoved(state.work.request, state.attempt, _stays(s, lease.target, reason)))
 
 
 def _find_problem(s: State, event: Move) -> Failure | None:
@@ -128,4 +128,4 @@ def give_up(s: State, state: RequestState, now: float, target: str, reason: str)
         return
     drop_offer(state)
     s.start_decoding(state, now)
-    s.send(FRONTEND, NotMoved(state.work.request, state.attempt, _stays(s, target, reason)))
+    s.send(state.work.owner, NotMoved(state.work.request, state.attempt, _stays(s, target, reason)))

@@ -11,7 +11,7 @@ from trinity.core.instance.lifecycle import end
 from trinity.core.instance.phases import Phase
 from trinity.core.instance.request_state import FEATURES_GONE, FeatureFetch, Lease, RequestState, SkippedEncode
 from trinity.core.instance.state import State
-from trinity.core.messages import FRONTEND, IMAGE, Fetch, Fetched, Finished, Pull, Pulled, Release
+from trinity.core.messages import IMAGE, Fetch, Fetched, Finished, Pull, Pulled, Release
 from trinity.core.migration.kv_target import cached_record
 
 # ---------------------------------------------------------------- the encode instance
@@ -50,7 +50,7 @@ def encode_after_all(s: State, lease: Lease, now: float) -> None:
         s.forget(
             work.request, work.attempt
         )  # its target has a tombstone that leads here: a Cancel would go in a circle
-        s.send(FRONTEND, Finished(request=work.request, attempt=work.attempt, reason="cancelled", route=route))
+        s.send(work.owner, Finished(request=work.request, attempt=work.attempt, reason="cancelled", route=route))
         return
     state = RequestState(work, now, spared.inputs, stored_tokens=spared.tokens, route=route)
     if work.deadline_s is not None:

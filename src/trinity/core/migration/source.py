@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from trinity.core.instance.company import nowhere
 from trinity.core.instance.helpers import take_answer
 from trinity.core.instance.lifecycle import end, hand_on, send_commit
 from trinity.core.instance.phases import Phase
 from trinity.core.instance.request_state import Lease, MediaSlot, RequestState
-from trinity.core.instance.state import State, failure, nowhere
+from trinity.core.instance.state import State, failure
 from trinity.core.messages import IMAGE, KV, Failure, Helped, Offer, Part, Ready, Work
 from trinity.core.migration.remote_features import remember_skipped
 from trinity.core.routing import BadChoice

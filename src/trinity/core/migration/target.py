@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from trinity.core.block_pool import blocks_for
 from trinity.core.instance.company import find_company
+from trinity.core.instance.front_ends import refuse_offer
 from trinity.core.instance.lifecycle import conclude_if_quiet, end, queue_prefill, release
 from trinity.core.instance.phases import Phase
 from trinity.core.instance.queues import Queue
@@ -31,7 +32,7 @@ from trinity.core.migration.remote_features import ask_holder, finish_fetch, pul
 
 def handle_offer(s: State, event: Offer, now: float) -> None:
     """Take in an offered request (step 1). It waits for blocks here, first in first out among migrations."""
-    if s.settings.is_other_life(event.target_epoch):
+    if s.settings.is_other_life(event.target_epoch) or refuse_offer(s, event):
         return
     work = replace(event.work, request=event.id) if event.moves else event.work
     route, told = (*event.route, s.settings.name), list(event.tokens)

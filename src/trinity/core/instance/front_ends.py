@@ -1,0 +1,70 @@
+"""Front ends of an instance: several at once, each of which owns its requests, hears of them alone, and may be lost.
+
+An instance has requests only of front ends that it is in touch with. As one is lost, what it owned ends here, and
+nobody else's does. Each instance hears of that itself, some later than others, and one that has begun anew may not be
+in touch with a front end yet: what another instance still sends of such an owner is refused, and that one tells the
+owner. So a front end of which one channel alone broke goes on with its requests, as after any loss.
+
+Age is one total order everywhere: a request's number, then its name, which no other has. A front end counts on from the
+highest number that it has heard of, its own or another's (``PeerLoad.newest``), as Lamport's clocks do (Lamport, CACM
+21, 1978). So a front end that is new, or has little to do, is not for ever ahead of one that is busy.
+"""
+
+from __future__ import annotations
+
+from trinity.core.instance.company import drop_reservations, tell_reserved, untaken
+from trinity.core.instance.lifecycle import end
+from trinity.core.instance.loads import load_of
+from trinity.core.instance.request_state import REFUSED, UNTAKEN
+from trinity.core.instance.state import State, failure
+from trinity.core.messages import FRONTEND, Finished, Offer, Release, Submit
+from trinity.core.values import FrontendUp, NotTaken
+
+
+def handle_frontend_up(s: State, event: FrontendUp, now: float) -> None:
+    """Take in the requests of one more front end from now on, and report to it."""
+    if event.name not in s.frontends:
+        s.frontends.append(event.name)
+        s.send(event.name, load_of(s))
+        if s.reserved_as is not None:
+            tell_reserved(s, [event.name])
+
+
+def lose_frontend(s: State, name: str, now: float) -> None:
+    """End the requests of a lost front end here, and drop what is remembered for it."""
+    if name in s.frontends:
+        s.frontends.remove(name)
+    for request in [each for each, stone in s.tombstones.items() if stone.owner == name]:
+        del s.tombstones[request]
+    for request in [each for each, spared in s.skipped_encodes.items() if spared.work.owner == name]:
+        del s.skipped_encodes[request]
+    why = f"instance {s.settings.name} lost touch with {name}, whose request it was"
+    for state in [each for each in s.requests.values() if each.work.owner == name]:
+        end(s, state, now, "error", failure("MigrationError", why, source=s.settings.name, cause="PeerLost"))
+    if name == FRONTEND:
+        drop_reservations(s)
+
+
+def refuse_offer(s: State, offer: Offer) -> bool:
+    """Refuse an offer of which the owner would hear nothing from here; False for all others."""
+    if offer.work.owner in s.frontends:
+        return False
+    s.send(offer.source, Release(offer.id, REFUSED if offer.moves else UNTAKEN))
+    return True
+
+
+def refuse_submit(s: State, sent: Submit) -> bool:
+    """Refuse, likewise, a request that another instance has passed on; False for all others."""
+    if sent.work.owner in s.frontends:
+        return False
+    if sent.route:
+        s.send(sent.route[-1], NotTaken(sent.work.request, sent.work.attempt))
+    return True
+
+
+def handle_not_taken(s: State, event: NotTaken, now: float) -> None:
+    """Tell the owner of a request that was passed on and not taken in that it has ended."""
+    stone = s.tombstones.get(event.request)
+    if stone is not None and stone.attempt == event.attempt:
+        why = untaken(s, stone.target)
+        s.send(stone.owner, Finished(request=event.request, attempt=event.attempt, reason="error", failure=why))
