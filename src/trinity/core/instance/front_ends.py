@@ -34,10 +34,10 @@ def lose_frontend(s: State, name: str, now: float) -> None:
     """End the requests of a lost front end here, and drop what is remembered for it."""
     if name in s.frontends:
         s.frontends.remove(name)
-    for request in [each for each, stone in s.tombstones.items() if stone.owner == name]:
-        del s.tombstones[request]
-    for request in [each for each, spared in s.skipped_encodes.items() if spared.work.owner == name]:
-        del s.skipped_encodes[request]
+    stones = [(each, stone.attempt) for each, stone in s.tombstones.items() if stone.owner == name]
+    spared = [each.work for each in s.skipped_encodes.values() if each.work.owner == name]
+    for request, attempt in [*stones, *((work.request, work.attempt) for work in spared)]:
+        s.forget(request, attempt)
     why = f"instance {s.settings.name} lost touch with {name}, whose request it was"
     for state in [each for each in s.requests.values() if each.work.owner == name]:
         end(s, state, now, "error", failure("MigrationError", why, source=s.settings.name, cause="PeerLost"))
