@@ -93,7 +93,7 @@ class FrontendCore(FrontendStarts):
     ) -> None:
         super().__init__(policy, failures, spread, check_owner(name))
         self.max_waiting, self.max_waiting_bytes = max_waiting, max_waiting_bytes
-        self.waiting_bytes = self.waiting = self.taken = 0
+        self.waiting_bytes = self.waiting = 0
         self.names = LifeNames(owner=name)
         self._handlers: dict[type[Value], Callable[[Any, float], None]] = {
             Emit: self._emit,
@@ -232,17 +232,6 @@ class FrontendCore(FrontendStarts):
         self.router.avoid(event)
         for entry in list(self.entries.values()) if event.suspected else ():
             self._check_lives(entry, now)
-
-    def _loaded(self, event: PeerLoad, now: float) -> None:
-        """Take a report. Requests are counted on from the highest number of any front end, as all are of one age."""
-        self.router.take(event)
-        self.taken = max(self.taken, event.newest)
-
-    def _reserved(self, event: PeerReserved, now: float) -> None:
-        """Route past an instance that the first front end has reserved, or no longer."""
-        self.router.reserve(event)
-        if not event.reserved:
-            self._retry_waiting(now)
 
     def _emptied(self, event: PeerEmpty, now: float) -> None:
         self.isolation.note_empty(event)

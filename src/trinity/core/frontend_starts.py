@@ -17,7 +17,7 @@ from trinity.core.front_door import find_misfit
 from trinity.core.frontend_events import Prepare, Prepared
 from trinity.core.frontend_request import FrontendRequest, Life
 from trinity.core.isolation import EMPTY_POLL_S, Isolation, stages_of
-from trinity.core.messages import FRONTEND, Failure, Send, Submit, Value
+from trinity.core.messages import FRONTEND, Failure, PeerLoad, PeerReserved, Send, Submit, Value
 from trinity.core.resumption import find_cached
 from trinity.core.routing import BadChoice, Router, RoutingPolicy
 from trinity.core.spread import send_spread
@@ -35,11 +35,12 @@ class FrontendStarts(ABC):
     - ``retries``: requests that go on after a loss, until they have a new token. ``preparations``: those whose inputs
       are prepared once more.
     - ``spread``: encoders that may encode the media of one request.
+    - ``taken``: number of the last request.
     - ``name``: of this front end. The first one alone has requests run alone: two that did might wait for each other.
     """
 
     def __init__(self, policy: RoutingPolicy, failures: FailurePolicy, spread: int = 1, name: str = FRONTEND) -> None:
-        self.name = name
+        self.name, self.taken = name, 0
         self.router, self.failures, self.spread = Router(policy), failures, spread
         self.router.counts = spread > 1
         self.kept_bytes = 0
@@ -172,6 +173,17 @@ class FrontendStarts(ABC):
         waiting = [each for each in self.entries.values() if each.waits and (each.retry_at == inf or each.work.alone)]
         for entry in sorted(waiting, key=lambda each: (each.id != ward, each.work.number)):
             self._try_again(entry, now)
+
+    def _loaded(self, event: PeerLoad, now: float) -> None:
+        """Take a report. Requests are counted on from the highest number of any front end, as all are of one age."""
+        self.router.take(event)
+        self.taken = max(self.taken, event.newest)
+
+    def _reserved(self, event: PeerReserved, now: float) -> None:
+        """Route past an instance that the first front end has reserved, or no longer."""
+        self.router.reserve(event)
+        if not event.reserved:
+            self._retry_waiting(now)
 
     def _give_up(self, entry: FrontendRequest, why: Failure) -> None:
         entry.finish("error", why)

@@ -215,8 +215,7 @@ class VirtualCluster(EventLoop):
                 return None
             self.post(self.now, event.peer, FrontendUp(name))
             at = self.lives.last_news(name, event.peer)
-            self.post(max(at, self.now), name, up)
-            for message in self._unheard.pop((event.peer, name), ()):
+            for message in (up, *self._unheard.pop((event.peer, name), ())):
                 self.post(max(at, self.now), name, message)
         return None
 

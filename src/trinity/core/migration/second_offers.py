@@ -17,7 +17,7 @@ from msgspec.structs import replace
 from trinity.core.instance.phases import Phase
 from trinity.core.instance.request_state import Lease, RequestState, Tombstone
 from trinity.core.instance.state import State
-from trinity.core.messages import FRONTEND, KV, Moved, Offer, Ready
+from trinity.core.messages import KV, Moved, Offer, Ready, Work
 from trinity.core.migration.kv_source import close_stream
 from trinity.core.migration.source import drop_offer, may_offer, name_offer, offer_media
 from trinity.core.routing import BadChoice
@@ -56,7 +56,7 @@ def _take_back(s: State, state: RequestState, lease: Lease, now: float) -> bool:
     drop_offer(state)
     close_stream(state)
     del s.tombstones[lease.request]
-    _say(s, lease.request, state.attempt, state.route)
+    _say(s, state.work, state.route)
     if state.phase is Phase.ENCODING and may_offer(s, state):
         offer_media(s, state, now)
     return True
@@ -85,11 +85,11 @@ def _lend_again(s: State, lease: Lease, offer: Offer, target: str, now: float) -
     again = Lease(fresh.id, lease.request, target, lease.kind, lease.blocks, now, lease.attempt, route, lease.count)
     again.offer, again.said, again.deadline = fresh, commit, lease.deadline
     s.lend(again)
-    _say(s, lease.request, lease.attempt, route)
-    s.tombstones[lease.request] = Tombstone(target, lease.attempt, len(route))
+    _say(s, offer.work, route)
+    s.tombstones[lease.request] = Tombstone(target, lease.attempt, len(route), offer.work.owner)
     for message in (fresh, Ready(fresh.id, tuple(range(len(fresh.parts)))), commit):
         s.send(target, message)
 
 
-def _say(s: State, request: str, attempt: int, route: tuple[str, ...]) -> None:
-    s.send(FRONTEND, Moved(request, attempt, s.settings.name, len(route) - 1, s.settings.epoch))
+def _say(s: State, work: Work, route: tuple[str, ...]) -> None:
+    s.send(work.owner, Moved(work.request, work.attempt, s.settings.name, len(route) - 1, s.settings.epoch))
