@@ -22,20 +22,14 @@ class Reusers:
         self._numbers: dict[str, int] = {}
         self._asked: dict[str, Submit] = {}
         self._ended: set[str] = set()
-        self._stepping = ""
         cluster.observers = []
         found: Any = cluster
-        make_result, self._handle = found._make_result, super(VirtualCluster, cluster).handle
-
-        def make_noted_result(name: str, *step: Any) -> Any:
-            self._stepping = name
-            return make_result(name, *step)
-
-        found._make_result, found._sample_token, found._begin_life = make_noted_result, self._sample, lambda sent: None
+        self._handle = super(VirtualCluster, cluster).handle
+        found._sample_token = self._sample
         found.handle, found.carriers = self._take, {**cluster.carriers, Deliver: self._deliver, End: self._end}
 
-    def _sample(self, request: str) -> Sampled:
-        state = self.cluster.cores[self._stepping].state.requests.get(request)
+    def _sample(self, name: str, request: str) -> Sampled:
+        state = self.cluster.cores[name].state.requests.get(request)
         return Sampled(FIRST + (state.work.number if state is not None else 0))
 
     def _deliver(self, name: str, command: Deliver) -> None:
