@@ -253,12 +253,6 @@ class FrontendCore(FrontendStarts):
             if request in self.entries and entry.aborted and event.name in entry.route:
                 self._cancel(entry)  # the first one may have ended there
 
-    def _removed(self, event: PeerRemoved, now: float) -> None:
-        """Forget an instance. Those that wait for it alone are told so, and wait no longer."""
-        self.router.forget(event)
-        self.losses.pop(event.name, None)
-        self._retry_waiting(now)
-
     def _cancel(self, entry: FrontendRequest) -> None:
         self._out += [Send(name, Cancel(entry.work.request)) for name in whom_to_cancel(entry, self.router)]
 

@@ -18,6 +18,7 @@ from trinity.core.frontend_events import Prepare, Prepared
 from trinity.core.frontend_request import FrontendRequest, Life
 from trinity.core.isolation import EMPTY_POLL_S, Isolation, stages_of
 from trinity.core.messages import FRONTEND, Failure, PeerLoad, PeerReserved, Send, Submit, Value
+from trinity.core.peer_exit import PeerRemoved
 from trinity.core.resumption import find_cached
 from trinity.core.routing import BadChoice, Router, RoutingPolicy
 from trinity.core.spread import send_spread
@@ -184,6 +185,12 @@ class FrontendStarts(ABC):
         self.router.reserve(event)
         if not event.reserved:
             self._retry_waiting(now)
+
+    def _removed(self, event: PeerRemoved, now: float) -> None:
+        """Forget an instance. Those that wait for it alone are told so, and wait no longer."""
+        self.router.forget(event)
+        self.losses.pop(event.name, None)
+        self._retry_waiting(now)
 
     def _give_up(self, entry: FrontendRequest, why: Failure) -> None:
         entry.finish("error", why)
