@@ -19,7 +19,7 @@ from trinity.errors import RequestError, StageError, describe_error, own_errors
 from trinity.instance import Instance
 from trinity.memory.block_memory import BlockMemory
 from trinity.preprocess.detokenizer import TextStream
-from trinity.request import Request
+from trinity.request import Request, Sampling
 from trinity.stages import IMAGE, KV, EncodeStage, LanguageStage
 
 LIVENESS_S = 60.0
@@ -125,15 +125,21 @@ async def test_the_tokenizer_answers_nonsense(monkeypatch: pytest.MonkeyPatch) -
 @errors
 @pytest.mark.parametrize("method", ["__init__", "push", "finish"])
 async def test_the_detokenizer_raises(error: BaseException, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Token by token, and for those that nobody reads one by one."""
     async with serving("EP+D") as pipe:
 
         def raising(*_: Any, **__: Any) -> Any:
             raise error
 
+        stopping = TEXT.request(sampling=Sampling.greedy(stop=("never said",)))
         with monkeypatch.context() as patched:
             patched.setattr(TextStream, method, raising)
+            await refused(pipe, stopping, type(error).__name__)
+            if method == "push":
+                patched.setattr(TextStream, "push_all", raising)
             await refused(pipe, TEXT.request(), type(error).__name__)
-            patched.setattr(TextStream, method, lambda *_: b"bytes")
+            for name in [method, *["push_all"] * (method == "push")]:
+                patched.setattr(TextStream, name, lambda *_: b"bytes")
             await refused(pipe, TEXT.request(), "bytes|NoneType|TypeError")
         await good_ones(pipe)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from trinity.errors import ClosedError, DeadlineExceeded, MigrationError, PeerLo
 from trinity.memory.cache_config import CacheConfig
 from trinity.metrics import SPANS
 from trinity.pipeline import Pipeline
-from trinity.pipeline.stream import Stream, make_error
+from trinity.pipeline.stream import DECODED_AT_ONCE, Stream, make_error
 from trinity.preprocess.processor import ProcessedRequest
 from trinity.request import Request, Sampling, Token
 from trinity.traces.trace import SLO
@@ -61,6 +62,13 @@ class Letters:
         text, self.held = self.held + letter, ""
         return text if letter else ""
 
+    @property
+    def has_stops(self) -> bool:
+        return bool(self.stop)
+
+    def push_all(self, tokens: list[int]) -> str:
+        return "".join(map(self.push, tokens))
+
     def finish(self) -> str:
         text, self.held = self.held, ""
         return text
@@ -75,7 +83,7 @@ async def entered(**fields: Any) -> tuple[Desk, Stream]:
 
 def deliver(stream: Stream, *tokens: int, start: int = 0) -> None:
     for index, token in enumerate(tokens, start):
-        stream.deliver(Deliver("r", index, Sampled(token, logprob=-float(token))))
+        stream.deliver(Deliver("r", index, Sampled(token, logprob=-float(token))), time.monotonic())
 
 
 async def read(stream: Stream) -> list[Token]:
@@ -122,6 +130,76 @@ async def test_the_whole_output_is_waited_for_without_reading_a_token() -> None:
     stream.end(End("r", "length", None, FINISHED))
     output = await waiting
     assert (output.text, output.token_ids, output.finish_reason) == ("abz", [1, 2, 26], "length")
+    assert await read(stream) == []
+
+
+async def test_tokens_that_nobody_reads_are_decoded_in_runs() -> None:
+    """A look at a window costs as much for 64 tokens as for one; the text is whole at any end."""
+    _, stream = await entered()
+    looks = list[int]()
+    push_all = stream._text.push_all  # type: ignore[union-attr]
+    stream._text.push_all = lambda tokens: looks.append(len(tokens)) or push_all(tokens)  # type: ignore[union-attr, method-assign, func-returns-value]
+    deliver(stream, 1, 2)
+    waiting = asyncio.ensure_future(stream.collect())
+    await asyncio.sleep(0)
+    deliver(stream, *[3] * (2 * DECODED_AT_ONCE + 5), start=2)
+    assert looks == [DECODED_AT_ONCE] * 2
+    stream.end(End("r", "cancelled"))
+    output = await waiting
+    assert looks == [DECODED_AT_ONCE, DECODED_AT_ONCE, 5]
+    assert output.text == "ab" + "c" * (2 * DECODED_AT_ONCE + 5)
+    assert len(output.token_ids) == len(output.itl_s) + 1 == len(output.text)
+
+
+async def test_tokens_that_come_in_one_go_wake_a_reader_once_and_are_read_together() -> None:
+    _, stream = await entered()
+    found, woken = list[list[int]](), 0
+
+    async def read_on() -> None:
+        nonlocal woken
+        while tokens := await stream.next_tokens():
+            found.append([token.id for token in tokens])
+            woken += 1
+
+    reader = asyncio.ensure_future(read_on())
+    await asyncio.sleep(0)
+    for start in (0, 3, 6):
+        deliver(stream, 1, 2, 3, start=start)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    deliver(stream, 4, start=9)
+    stream.end(End("r", "length"))
+    await reader
+    assert found == [[1, 2, 3]] * 3 + [[4]]
+
+
+async def test_two_readers_and_one_that_was_cancelled() -> None:
+    _, stream = await entered()
+    readers = [asyncio.ensure_future(anext(stream)) for _ in range(3)]
+    await asyncio.sleep(0)
+    readers[1].cancel()
+    deliver(stream, 1, 2)
+    assert [(await readers[at]).id for at in (0, 2)] == [1, 2]
+    assert readers[1].cancelled()
+    last = asyncio.ensure_future(anext(stream))
+    await asyncio.sleep(0)
+    last.cancel()
+    await asyncio.sleep(0)
+    deliver(stream, 3, start=2)
+    stream.end(End("r", "length"))
+    assert (await anext(stream)).id == 3
+    assert await stream.next_tokens() == []
+
+
+async def test_a_loop_that_reads_goes_over_to_the_whole_at_any_token() -> None:
+    _, stream = await entered()
+    deliver(stream, 1, 26)
+    assert (await anext(stream)).text == "a"
+    waiting = asyncio.ensure_future(stream.collect())
+    await asyncio.sleep(0)
+    deliver(stream, 2, 26, start=2)
+    stream.end(End("r", "length"))
+    assert (await waiting).text == "azbz"
     assert await read(stream) == []
 
 

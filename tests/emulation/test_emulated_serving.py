@@ -198,7 +198,7 @@ async def test_a_killed_instance_is_started_again_and_its_request_goes_on() -> N
     async with Pipeline(MODEL, "2EP1D", cache=CacheConfig(pools=POOLS), hosting="process") as pipe:
         going = asyncio.ensure_future(pipe.complete(long))
         async with asyncio.timeout(LIVENESS_S):
-            while not any(pipe._frontend.streams["long"]._ids if "long" in pipe._frontend.streams else ()):
+            while not ("long" in pipe._frontend.streams and pipe._frontend.streams["long"].token_count):
                 await asyncio.sleep(0.01)
             old = pipe.processes["D0"].process
             os.kill(old, signal.SIGKILL)

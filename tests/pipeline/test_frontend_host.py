@@ -18,7 +18,7 @@ class StoppingReader:
     def __init__(self, host: FrontendHost) -> None:
         self._host = host
 
-    def deliver(self, command: Deliver) -> None:
+    def deliver(self, command: Deliver, now: float) -> None:
         self._host.post(Abort(command.request, "stop"))
 
     def end(self, command: End) -> None:

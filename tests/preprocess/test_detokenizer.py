@@ -105,6 +105,23 @@ def test_all_text_is_that_of_one_decode(case: tuple[str, list[int]]) -> None:
 
 
 @settings(max_examples=200)
+@given(cases, st.lists(st.integers(1, 40), min_size=1, max_size=6), st.booleans())
+def test_tokens_in_runs_have_the_text_of_one_by_one(case: tuple[str, list[int]], runs: list[int], stops: bool) -> None:
+    """What each run releases is all that is certain by then: a reader who looks on may go over to it at any token."""
+    name, ids = case
+    stop = ("he", "你") if stops else ()
+    together, single = TextStream(tokenizer(name), stop), TextStream(tokenizer(name), stop)
+    at = number = 0
+    while at < len(ids):
+        run_of = ids[at : at + runs[number % len(runs)]]
+        assert together.push_all(run_of) == "".join(map(single.push, run_of))
+        assert together.stopped == single.stopped
+        at, number = at + len(run_of), number + 1
+    assert together.push_all([]) == ""
+    assert together.finish() == single.finish()
+
+
+@settings(max_examples=200)
 @given(st.binary(max_size=60))
 def test_any_bytes(data: bytes) -> None:
     for name in ("byte_level", "fallback"):

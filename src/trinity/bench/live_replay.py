@@ -16,7 +16,8 @@ from trinity.emulation.model import EmulatedModel, EmulatedRequest
 from trinity.emulation.processor import EmulatedProcessor
 from trinity.errors import ClosedError, ConfigError, RequestError, TraceError, TrinityError, TrinityWarning
 from trinity.pipeline import Pipeline
-from trinity.pipeline.stream import Stream, make_trace_row
+from trinity.pipeline.ended_requests import make_trace_row
+from trinity.pipeline.stream import Stream
 from trinity.placement import Placement
 from trinity.request import Request
 from trinity.traces.cut_short import fill_cut_outputs

@@ -16,10 +16,11 @@ from trinity.core.messages import PeerDown, Send, Submit, Tick, Value
 from trinity.core.peer_exit import PeerRemoved
 from trinity.errors import ClosedError, ConfigError, Overloaded, RequestError
 from trinity.metrics import Metrics
+from trinity.pipeline.ended_requests import record_end, record_refused
 from trinity.pipeline.inputs_again import prepare_again
 from trinity.pipeline.moves import Moves
 from trinity.pipeline.request_map import ServeOne
-from trinity.pipeline.stream import Stream, make_late_failure, record_end, record_refused, reduce_deadline
+from trinity.pipeline.stream import Stream, make_late_failure, reduce_deadline
 from trinity.pipeline.transfer_ways import TransferWays
 from trinity.preprocess.detokenizer import TextStream
 from trinity.preprocess.processor import ProcessedRequest, RequestProcessor
@@ -62,6 +63,7 @@ class FrontendHost:
         self._broken: BaseException | None = None
         self._ways = TransferWays()
         self._timer: asyncio.TimerHandle | None = None
+        self._due: float | None = None  # clock time at which the timer is, so that it is set anew only for another
         self._departed = asyncio.Event()
 
     @property
@@ -192,18 +194,14 @@ class FrontendHost:
             self._carrying = False
 
     def _carry_out(self, event: Value) -> None:
-        before = len(self.core.entries)
-        for command in self.core.handle(event, time.monotonic()):
-            if isinstance(command, Deliver) and command.request in self.streams:
-                self.streams[command.request].deliver(command)
-            elif isinstance(command, End) and command.request in self.streams:
-                self.streams[command.request].end(command)
-            elif isinstance(command, Send):
-                self.send_to_peer(command.to, command.message)
-            elif isinstance(command, Prepare):
-                self._start_to_prepare(command.request, command.life)
-            elif isinstance(command, MoveEnd):
-                self._moves.answer(command)
+        before, now = len(self.core.entries), time.monotonic()
+        for command in self.core.handle(event, now):
+            if isinstance(command, Deliver):  # most
+                stream = self.streams.get(command.request)
+                if stream is not None:
+                    stream.deliver(command, now)
+            else:
+                self._carry_out_other(command)
         if isinstance(event, PeerRemoved):
             self.reached.pop(event.name, None)
         self._arm()
@@ -211,6 +209,18 @@ class FrontendHost:
             self._note_departure()
         elif self._emptying:
             self._departed.set()
+
+    def _carry_out_other(self, command: Value) -> None:
+        if isinstance(command, End):
+            stream = self.streams.get(command.request)
+            if stream is not None:
+                stream.end(command)
+        elif isinstance(command, Send):
+            self.send_to_peer(command.to, command.message)
+        elif isinstance(command, Prepare):
+            self._start_to_prepare(command.request, command.life)
+        elif isinstance(command, MoveEnd):
+            self._moves.answer(command)
 
     def _start_to_prepare(self, request_id: str, life: str) -> None:
         """Make the inputs of a request once more, of which none are left, and send it on with them."""
@@ -230,11 +240,19 @@ class FrontendHost:
 
     def _arm(self) -> None:
         due = self.core.next_timer()
+        if due == self._due:
+            return
         self.cancel_timer()
-        wait_s = None if due is None else max(0.0, due - time.monotonic())
-        self._timer = None if wait_s is None else self.loop.call_later(wait_s, self.post, Tick())
+        self._due = due
+        if due is not None:
+            self._timer = self.loop.call_later(max(0.0, due - time.monotonic()), self._tick)
+
+    def _tick(self) -> None:
+        self._due = None
+        self.post(Tick())
 
     def cancel_timer(self) -> None:
+        self._due = None
         if self._timer is not None:
             self._timer.cancel()
 

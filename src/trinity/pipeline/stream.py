@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from collections import deque
 from collections.abc import Callable
@@ -15,15 +14,14 @@ import msgspec
 
 from trinity import errors
 from trinity.core.frontend import Abort, Deliver, End
-from trinity.core.messages import Failure, Finished, Value
+from trinity.core.messages import Failure, Finished, Sampled, Value
 from trinity.errors import ClosedError, RequestError, TrinityError, own_errors
-from trinity.metrics import SPANS, Metrics
+from trinity.metrics import SPANS
 from trinity.preprocess.detokenizer import TextStream
 from trinity.preprocess.processor import ProcessedRequest
 from trinity.request import Output, Request, Token
-from trinity.traces.trace import Trace
 
-logger = logging.getLogger("trinity")
+DECODED_AT_ONCE = 64  # tokens of an output that nobody reads token by token: one look at a window for all of them
 
 
 class StreamHost(Protocol):
@@ -59,13 +57,12 @@ class Stream:
         self._entered = self._unread = False
         self._tokens: deque[Token] = deque()
         self._held: Token | None = None
-        self._wake = asyncio.Event()
+        self._waiters: list[asyncio.Future[None]] = []
         self._text: TextStream | None = None
         self._pieces: list[str] = []
+        self._decoded = 0  # count of tokens whose text is in ``_pieces`` or held back by ``_text``
         self._times: list[float] = []
-        self._ids: list[int] = []
-        self._logprobs: list[float | None] = []
-        self._top_logprobs: list[tuple[tuple[int, float], ...] | None] = []
+        self._sampled: list[Sampled] = []
         self._output: Output | None = None
         self._error: TrinityError | None = None
 
@@ -91,7 +88,7 @@ class Stream:
     @property
     def token_count(self) -> int:
         """Number of tokens that have come."""
-        return len(self._ids)
+        return len(self._sampled)
 
     @property
     def place(self) -> str:
@@ -109,7 +106,7 @@ class Stream:
     def __repr__(self) -> str:
         begun = "in flight" if self._entered else "not begun"
         state = begun if self._output is None else self._output.finish_reason
-        return f"Stream({self.request.request_id!r}: {len(self._ids)} tokens, {state})"
+        return f"Stream({self.request.request_id!r}: {len(self._sampled)} tokens, {state})"
 
     async def __aenter__(self) -> Self:
         if self._entered:
@@ -136,30 +133,44 @@ class Stream:
         return self
 
     async def __anext__(self) -> Token:
+        if not self._tokens:
+            await self._wait_token()
+            if not self._tokens:
+                raise StopAsyncIteration
+        return self._tokens.popleft()
+
+    async def _wait_token(self) -> None:
+        """Wait until a token may be read, or none will come. Raises the request's error in that case."""
         aiter(self)
         while not self._tokens:
-            if self.done:
+            if self._output is not None:
                 if self._error is not None:
                     raise self._error
-                raise StopAsyncIteration
-            self._wake.clear()
-            await self._wake.wait()
-        return self._tokens.popleft()
+                return
+            await self._wait_change()
+
+    async def _wait_change(self) -> None:
+        """Wait until something may be read, or the request has ended. All that come in one go wake a reader once."""
+        waiter = asyncio.get_running_loop().create_future()
+        self._waiters.append(waiter)
+        await waiter
+
+    def _wake(self) -> None:
+        for waiter in self._waiters:
+            if not waiter.done():  # its reader may have been cancelled
+                waiter.set_result(None)
+        self._waiters.clear()
 
     async def wait_first(self) -> None:
         """Wait until the first token has come or the request has ended; nothing is read by it."""
         aiter(self)
-        while not self._ids and not self.done:
-            self._wake.clear()
-            await self._wake.wait()
+        while not self._sampled and not self.done:
+            await self._wait_change()
 
     async def next_tokens(self) -> list[Token]:
         """Wait for the next token, and return all that wait; none at the end. Raises what iterating would."""
-        try:
-            found = [await anext(self)]
-        except StopAsyncIteration:
-            return []
-        found += self._tokens
+        await self._wait_token()
+        found = list(self._tokens)
         self._tokens.clear()
         return found
 
@@ -167,9 +178,11 @@ class Stream:
         """Wait for the whole output, without keeping tokens to be read one by one. Raises what iterating would."""
         aiter(self)
         self._unread = True
+        while not self.done:
+            await self._wait_change()
         self._tokens.clear()
-        async for _ in self:
-            pass
+        if self._error is not None:
+            raise self._error
         return self.output
 
     def begin(
@@ -184,45 +197,62 @@ class Stream:
             self._text = make_text(processed.stop)
         return processed
 
-    def deliver(self, event: Deliver) -> None:
-        """Take the next token. Text that may still change (part of a stop string or of a character) is held back.
+    def deliver(self, event: Deliver, now: float) -> None:
+        """Take the next token, at this time of the monotonic clock.
 
-        A token that cannot be decoded ends the request with an error.
+        Text that may still change (part of a stop string or of a character) is held back. A token that cannot be
+        decoded ends the request with an error.
         """
         try:
-            self._take(event)
+            self._take(event, now)
         except Exception as error:  # a tokenizer may raise anything on a token id that a stage invented
             text = f"token {event.sampled.token} cannot be decoded to text ({error!r})"
             self.end(End(event.request, "error", Failure("RequestError", text)))
             self._host.post(Abort(event.request, "cancelled"))
 
-    def _take(self, event: Deliver) -> None:
-        assert self._text is not None
-        if self.done or self._text.stopped:
+    def _take(self, event: Deliver, now: float) -> None:
+        stream, sampled = self._text, event.sampled
+        assert stream is not None
+        if self._output is not None or stream.stopped:
             return
-        sampled = event.sampled
-        text = self._decode(lambda stream: stream.push(sampled.token))
-        self._times.append(time.monotonic())
-        self._ids.append(sampled.token)
+        if self._unread and not stream.has_stops:
+            self._note(sampled, now)
+            if len(self._sampled) - self._decoded >= DECODED_AT_ONCE:
+                self._decode_rest()
+            return
+        self._decode_rest()
+        text = self._decode(stream.push, sampled.token)
+        self._note(sampled, now)
+        self._decoded += 1
         self._pieces.append(text)
-        self._logprobs.append(sampled.logprob)
-        if len(self._ids) == 1:
-            self._wake.set()
-        self._top_logprobs.append(sampled.top)
         if not self._unread:
             self._show(Token(sampled.token, text, event.index, sampled.logprob, sampled.top))
-        if self._text.stopped:
+        if stream.stopped:
             self._host.post(Abort(self.request.request_id, "stop"))
 
-    def _decode(self, read: Callable[[TextStream], str]) -> str:
+    def _note(self, sampled: Sampled, now: float) -> None:
+        self._sampled.append(sampled)
+        self._times.append(now)
+        if len(self._times) == 1:
+            self._wake()
+
+    def _decode_rest(self) -> None:
+        """Decode the tokens that came since the last look, none of which is read for itself."""
+        rest = self._sampled[self._decoded :]
+        if rest and self._text is not None:
+            self._decoded += len(rest)
+            self._pieces.append(self._decode(self._text.push_all, [each.token for each in rest]))
+
+    def _decode(self, read: Callable[..., str], *given: Any) -> str:
         """Ask the detokenizer. Raises ``RequestError`` for whatever the tokenizer raises, or gives in place of text."""
-        if self._text is None:
-            return ""
-        with own_errors(self.request.request_id, "decoding the output to text", (asyncio.CancelledError,)):
-            text = read(self._text)
-            if not isinstance(text, str):
-                raise TypeError(f"the tokenizer gave {type(text).__name__} in place of text")
-            return text
+        try:
+            text = read(*given)
+            if isinstance(text, str):
+                return text
+            raise TypeError(f"the tokenizer gave {type(text).__name__} in place of text")
+        except BaseException:
+            with own_errors(self.request.request_id, "decoding the output to text", (asyncio.CancelledError,)):
+                raise
 
     def _show(self, token: Token) -> None:
         assert self._text is not None
@@ -240,7 +270,8 @@ class Stream:
 
     def _put(self, token: Token) -> None:
         self._tokens.append(token)
-        self._wake.set()
+        if self._waiters:
+            self._wake()
 
     def end(self, event: End) -> None:
         """End the request: flush the text, make the output, wake the reader."""
@@ -254,7 +285,7 @@ class Stream:
         self._output = self._make_output(event)
         if event.failure is not None:
             self.fail(make_error(event.failure, self.request.request_id))
-        self._wake.set()
+        self._wake()
         self._host.on_end(self)
 
     def fail(self, error: TrinityError, cause: BaseException | None = None) -> None:
@@ -271,7 +302,8 @@ class Stream:
             self._error = ClosedError("the pipeline was closed while the request was being served")
 
     def _flush(self) -> None:
-        rest = self._decode(lambda stream: "" if stream.stopped else stream.finish())
+        self._decode_rest()
+        rest = self._decode(self._text.finish) if self._text is not None else ""
         self._pieces.append(rest)
         if rest and self._held is None and self._tokens:
             last = self._tokens.pop()
@@ -286,7 +318,7 @@ class Stream:
         return Output(
             request_id=self.request.request_id,
             text="".join(self._pieces),
-            token_ids=self._ids,
+            token_ids=[each.token for each in self._sampled],
             finish_reason=event.reason,
             prompt_tokens=len(work.prompt) if work else 0,
             media_tokens=sum(span.tokens for span in work.media) if work else 0,
@@ -304,8 +336,8 @@ class Stream:
             lives=event.lives,
             former_lives=[msgspec.structs.asdict(each) for each in event.former],
             recomputed_tokens=event.recomputed,
-            logprobs=self._logprobs if asked else [],
-            top_logprobs=self._top_logprobs if asked else [],
+            logprobs=[each.logprob for each in self._sampled] if asked else [],
+            top_logprobs=[each.top for each in self._sampled] if asked else [],
             emulated=self.processed.emulated if self.processed else False,
         )
 
@@ -342,44 +374,3 @@ def reduce_deadline(processed: ProcessedRequest, spent_s: float) -> ProcessedReq
         return processed
     work = msgspec.structs.replace(processed.work, deadline_s=max(0.0, deadline - spent_s))
     return msgspec.structs.replace(processed, work=work)
-
-
-def record_end(stream: Stream, metrics: Metrics, trace: Trace) -> None:
-    """Count a request that has ended, and add it to the trace. What cannot be recorded is logged: its reader waits."""
-    try:
-        error = type(stream._error).__name__ if isinstance(stream._error, RequestError) else ""
-        metrics.add(stream.output, stream._encode_only, error)
-        if not stream._encode_only:  # a row is a prompt and an output, to plan on
-            trace.append(make_trace_row(stream))
-    except Exception:
-        logger.exception("request %s has ended and could not be recorded", stream.request.request_id)
-
-
-def record_refused(stream: Stream, error: RequestError, metrics: Metrics) -> None:
-    """Count a request that never started."""
-    metrics.add_refused(error, stream._encode_only)
-
-
-def make_trace_row(stream: Stream) -> dict[str, Any]:
-    """Make the trace row of a request that has ended."""
-    output, work = stream.output, stream.processed.work if stream.processed else None
-    media = work.given_media if work else ()
-    return {
-        "timestamp": max(0.0, stream.arrived_at * 1000),  # a wall clock may stand before 1970
-        "request_id": output.request_id,
-        "session": stream.request.session,
-        "input_length": output.prompt_tokens,
-        "text_length": output.prompt_tokens - output.media_tokens,
-        "output_length": len(output.token_ids),
-        "max_tokens": output.max_tokens,
-        "images": [
-            {"width": span.width or None, "height": span.height or None, "tokens": span.tokens, "content": span.content}
-            for span in media
-        ],
-        "finish_reason": output.finish_reason,
-        "ttft_s": output.ttft_s,
-        "itl_s": output.itl_s,
-        "latency_s": output.latency_s,
-        "spans": output.spans,
-        "emulated": output.emulated,
-    }

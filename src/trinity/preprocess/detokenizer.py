@@ -88,6 +88,11 @@ class TextStream:
         self._pending = ""
         self.stopped = False
 
+    @property
+    def has_stops(self) -> bool:
+        """True where a token may end the text."""
+        return bool(self._stop)
+
     def push(self, token_id: int) -> str:
         """Add a token. Returns the text to release now: "" if nothing is certain yet, or after a stop string."""
         byte = self._known.is_byte_token(token_id, self._tokenizer)
@@ -97,6 +102,22 @@ class TextStream:
         if byte:
             return ""
         return self._release(self._take_final()) if self._stop else self._take_final()
+
+    def push_all(self, token_ids: Sequence[int]) -> str:
+        """Add tokens. Returns what the text of each adds up to; it is decoded once, unless there are stop strings."""
+        if self._stop:
+            return "".join(map(self.push, token_ids))
+        visible = [each for each in token_ids if self._known.is_byte_token(each, self._tokenizer) is not None]
+        self._window += visible
+        ended = [self._known.byte_tokens[each] for each in visible]
+        if False not in ended:  # all are bytes of a run that may go on
+            return ""
+        run = ended[::-1].index(False)  # bytes at the end, whose run may go on
+        held = self._window[len(self._window) - run :]
+        del self._window[len(self._window) - run :]
+        text = self._take_final()
+        self._window += held
+        return text
 
     def finish(self) -> str:
         """End the output. Returns the text that was held back, which may itself end at a stop string."""
