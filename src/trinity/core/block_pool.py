@@ -247,6 +247,14 @@ def prefix_keys(tokens: Sequence[int], media: Sequence[MediaSpan], block: int, s
     return list(each_prefix_key(tokens, media, block, salt))
 
 
+def uncut_blocks(count: int, media: Sequence[MediaSpan], block: int) -> int:
+    """Count how many of the first ``count`` blocks of a prompt end inside no atomic media item."""
+    for span in reversed(media):
+        if span.atomic and span.offset < count * block < span.end:
+            count = span.offset // block
+    return count
+
+
 def media_keys(span: MediaSpan, block: int) -> list[Key]:
     """Encoder-cache keys, one per image block of a media item."""
     return [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple, Protocol
 
@@ -36,6 +36,8 @@ class BatchRules:
     - ``limit_encodes`` (True): hold encodes to the image budget.
     - ``limit_decodes`` (True): an instance that decodes migrated requests takes no more of them than the token budget,
       which keeps a step within the TBT bound; else as many as its KV blocks hold. One over it slows all.
+    - ``leading_text`` (True): where nothing else is to prefill or encode, prefill the text before a request's first
+      image while its features are still to come, into the prefix cache. Only with ``chunked``.
     - ``limit_s`` (seconds, None) and ``cost`` (None): the longest step, and the prediction of its seconds, for "time".
 
     Raises ``ConfigError`` (``UnknownName``).
@@ -48,6 +50,7 @@ class BatchRules:
     chunked: bool = True
     limit_encodes: bool = True
     limit_decodes: bool = True
+    leading_text: bool = True
     limit_s: Number | None = None
     cost: StepTime | None = None
 
@@ -65,6 +68,14 @@ class PrefillView(NamedTuple):
     end: int
     atomic: tuple[tuple[int, int], ...] = ()
     blocks: int = 0
+
+
+class LeadingChunk(NamedTuple):
+    """``length`` positions of a request's leading text, from ``start`` on."""
+
+    request: str
+    start: int
+    length: int
 
 
 class EncodeView(NamedTuple):
@@ -91,7 +102,10 @@ NOTHING = Outstanding()
 
 @dataclass
 class View:
-    """Input of Algorithm 1. The waiting iterables are lazy, in queue order; ``free_*`` are available blocks."""
+    """Input of Algorithm 1. The waiting iterables are lazy, in queue order; ``free_*`` are available blocks.
+
+    ``find_leading``: finds leading text of at most this many tokens; None where none waits.
+    """
 
     decoding: Sequence[str] = ()
     prefilling: Iterable[PrefillView] = ()
@@ -101,17 +115,22 @@ class View:
     free_kv: int = 0
     free_media: int = 0
     outstanding: Outstanding = NOTHING
+    find_leading: Callable[[int], LeadingChunk | None] | None = None
 
 
 @dataclass
 class Batch:
-    """The next step. ``prefills``: (request, start, length); ``encodes``: (request, items); ``admitted_*`` are new."""
+    """The next step. ``prefills``: (request, start, length); ``encodes``: (request, items); ``admitted_*`` are new.
+
+    ``leading``: text that is prefilled where nothing else is prefilled or encoded.
+    """
 
     decodes: Sequence[str] = ()
     prefills: list[tuple[str, int, int]] = field(default_factory=list)
     encodes: list[tuple[str, tuple[int, ...]]] = field(default_factory=list)
     admitted_prefills: list[str] = field(default_factory=list)
     admitted_encodes: list[str] = field(default_factory=list)
+    leading: LeadingChunk | None = None
 
 
 def latency_bound(roles: str, ttft: float, tbt: float) -> float:
@@ -130,6 +149,8 @@ def schedule(view: View, rules: BatchRules) -> Batch:
     _admit_encodes(batch, room, view)
     if rules.policy == "prefill_first" and not batch.prefills and not batch.encodes:
         _add_decodes(batch, room, view)
+    if view.find_leading is not None and not (batch.prefills or batch.encodes):  # beyond the paper's
+        batch.leading = view.find_leading(room.token_room())
     return batch
 
 

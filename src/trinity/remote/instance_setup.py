@@ -62,8 +62,8 @@ def make_instance_connector(setup: Setup, secret: bytes) -> Connector:
 
 
 def _rules_of(setup: Setup) -> BatchRules:
-    limits = (setup.media_budget, setup.decode_budget)
-    return BatchRules(setup.tokens, setup.media, setup.policy, setup.order, setup.chunked, *limits)
+    switches = (setup.chunked, setup.media_budget, setup.decode_budget, setup.leading_text)
+    return BatchRules(setup.tokens, setup.media, setup.policy, setup.order, *switches)
 
 
 def load_instance(setup: Setup) -> LoadedInstance:

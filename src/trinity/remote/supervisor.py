@@ -177,6 +177,7 @@ def make_setup(spec: Instance, deployment: ServingConfig, connector: Connector, 
         chunked=rules.chunked,
         media_budget=rules.limit_encodes,
         decode_budget=rules.limit_decodes,
+        leading_text=rules.leading_text,
         transfers=deployment.transfers,
     )
 

@@ -141,6 +141,7 @@ class Setup(Value, frozen=True, kw_only=True):
     chunked: bool = True
     media_budget: bool = True
     decode_budget: bool = True
+    leading_text: bool = True
     stages: tuple[str, ...] = ()
     transfers: TransferPolicy = TransferPolicy()
     paced: EmulatedModel | None = None

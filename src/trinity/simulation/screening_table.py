@@ -75,6 +75,7 @@ SCREENED_AS: Mapping[str, ScreeningRow] = {
     "BatchRules.chunked": ANY_VALUE,
     "BatchRules.limit_encodes": ANY_VALUE,
     "BatchRules.limit_decodes": ANY_VALUE,
+    "BatchRules.leading_text": ScreeningRow(note="a simulated prompt has its images first: no text leads"),
     "BatchRules.limit_s": ANY_VALUE,
     "BatchRules.cost": ScreeningRow((None, *COSTS), note="by its type"),
     "TransferPolicy.prefetch": ANY_VALUE,

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from trinity.core import InstanceCore
 from trinity.core.instance.lanes import count_in_flight
+from trinity.core.instance.leading_queue import AWAITS_FEATURES
 from trinity.core.instance.phases import Phase
 from trinity.core.instance.request_state import RequestState
 from trinity.core.instance.settings import Settings
@@ -244,6 +245,7 @@ def check_state(s: State) -> None:
     coming = Counter(s.requests[request].phase for request in s.incoming.values())
     assert s.arriving == {phase: coming[phase] for phase in s.arriving}, f"{s.arriving} are counted, {coming} arrive"
     _check_pending(s)
+    _check_leading(s)
     _check_counts(s)
     _check_owners(s)
     for offer, request in s.incoming.items():
@@ -274,6 +276,10 @@ PHASE_QUEUES = {
     Phase.DECODING: "decoding",
     Phase.MOVING: "moving",
 }
+
+
+# phases in which a request holds KV blocks, whoever else may wait for them
+HOLDS_KV = {Phase.PREFILLING, Phase.KV_PULL, Phase.DECODING, Phase.MOVING}
 
 
 def _check_places(s: State) -> None:
@@ -333,6 +339,24 @@ def _check_pending(s: State) -> None:
             slot = s.requests[request].media[item]
             assert slot.blocks == pending.blocks, f"{request} waits for {content} in other blocks"
             assert not slot.ready, f"{request} waits for {content}, which it has"
+
+
+def _check_leading(s: State) -> None:
+    """Check that who waits holds no KV block, save the one of whose leading text a step in flight writes.
+
+    So nobody who waits for features keeps a KV block from somebody else for longer than a step takes.
+    """
+    name, running = s.settings.name, s.leading.running
+    for request, state in s.requests.items():
+        if state.block_table and request != running:
+            assert state.phase in HOLDS_KV, f"{name}: {request} holds KV blocks while it is {state.phase}"
+    rows = [row for flight in s.lanes.values() for each in flight for row in each.step.prefills]
+    ahead = [row for row in rows if s.requests[row.request].phase is not Phase.PREFILLING]
+    ahead = [row for row in ahead if row.request == running or s.requests[row.request].ending is None]
+    assert [row.request for row in ahead] == ([running] if running else []), f"{name}: {ahead}, and {running=}"
+    for state in s.leading.requests():
+        waits = state.phase in AWAITS_FEATURES and state.ending is None and s.requests.get(state.work.request) is state
+        assert waits, f"{name}: {state.work.request} is {state.phase}, and its leading text would be prefilled"
 
 
 def _check_called_off(s: State, over: Forget) -> None:

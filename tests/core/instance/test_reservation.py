@@ -45,6 +45,7 @@ class Seniority:
         self._closed: list[str] = []
         self._sent_back: set[str] = set()
         self._growing: list[str] = []
+        self._leading: dict[str, bool] = {}  # opened for the beginning of its prompt alone
 
     def event(self, name: str, event: Value) -> None:
         self._closed, self._sent_back, self._growing = [], set(), []
@@ -52,8 +53,10 @@ class Seniority:
     def command(self, name: str, command: Value) -> None:
         if isinstance(command, Open):
             self._numbers[command.work.request] = command.work.number
+            text = self.cores[name].settings.kv_block_size * len(command.blocks)
+            self._leading[command.work.request] = text < len(command.work.prompt)
         elif isinstance(command, Close):
-            self._closed.append(command.request)
+            self._closed += [] if self._leading[command.request] else [command.request]
         elif isinstance(command, Send) and isinstance(command.message, Finished):
             self._sent_back |= {command.message.request} if command.message.reason == PREEMPTED else set()
         elif isinstance(command, Grow):

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import chain
 
 from trinity.core.instance.arrival import pass_to_encode
 from trinity.core.instance.helpers import call_off, is_near
 from trinity.core.instance.lanes import LANE_STAGES, count_in_flight, outstanding
+from trinity.core.instance.leading_text import find_leading_chunk
 from trinity.core.instance.lifecycle import release
 from trinity.core.instance.phases import Phase
 from trinity.core.instance.preemption import recompute
@@ -39,6 +41,8 @@ class Candidates:
             free_media=s.image.available if IMAGE in s.pools and not s.image_offers else 0,
             outstanding=outstanding(s.lanes, lane),
         )
+        if language and s.leading:
+            self.view.find_leading = partial(find_leading_chunk, s, lane)
 
     def admit(self, batch: Batch) -> list[RequestState]:
         """Reserve blocks for the admitted requests, after dropping the pins of all others."""
@@ -78,6 +82,8 @@ class Candidates:
         s = self.s
         for request in s.preempted if s.kv_offers else chain(s.preempted, s.migrated_queue, s.prefill_queue):
             state = s.requests[request]
+            if request == s.leading.running:
+                continue  # what a step prefills of it just now is cached at the step's end
             if state.skip_media and s.needs_media(state):
                 self.uncovered.append(state)
                 continue

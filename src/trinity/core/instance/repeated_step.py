@@ -73,6 +73,8 @@ def find_repeated(s: State) -> RepeatedStep | None:
     """
     if s.before_decode or s.waiting_offers or s.leaving or s.grows or s.new_decodes or not s.decode_batch.rows:
         return None
+    if s.leading:
+        return None
     flights = [flight for flight in s.lanes.values() if flight]
     if len(flights) != 1 or len(flights[0]) != s.settings.depth:
         return None

@@ -80,7 +80,8 @@ class RequestState:
     - ``block_table``: its KV blocks in order; slot i of it belongs to position i.
     - ``published_blocks``: how many of these, from the first on, are matchable in the prefix cache.
     - ``stored_tokens``: its outputs, except those that ``decode_batch`` still holds. ``tokens`` collects these first.
-    - ``cached_tokens``: ``prefill_start`` of its first prefill, as ``Finished`` reports it.
+    - ``cached_tokens``: ``prefill_start`` of its first prefill, less what it has ``led``, as ``Finished`` reports it.
+    - ``led``: [start, end) of each chunk of its leading text that was prefilled while it waited for features.
     - ``rows``: features that were collected for its reader, by media item.
     - ``asker``: it is one media item, encoded for a request that is at this instance; "" for none.
     """
@@ -102,6 +103,7 @@ class RequestState:
     published_blocks: int = 0
     prefill_start: int = 0
     cached_tokens: int | None = None
+    led: tuple[tuple[int, int], ...] = ()
     prefilled: int = 0
     scheduled: int = 0
     prefill_end: int = field(init=False)
@@ -214,7 +216,16 @@ class RequestState:
         """Begin prefill behind the first ``cached`` positions, which the prefix cache had."""
         self.prefilled = self.scheduled = self.prefill_start = cached
         if self.cached_tokens is None:
-            self.cached_tokens = cached
+            self.cached_tokens = cached - sum(max(0, min(cached, end) - start) for start, end in self.led)
+
+    def lead(self, start: int, end: int) -> None:
+        """Note that positions [start, end) of its leading text are prefilled, and in the prefix cache."""
+        self.led += ((start, end),)
+
+    @property
+    def led_to(self) -> int:
+        """End of the leading text that was prefilled while it waited; 0 for none."""
+        return self.led[-1][1] if self.led else 0
 
     def schedule(self, end: int) -> None:
         """Note that a step in flight prefills up to this position."""

@@ -7,9 +7,10 @@ from collections import deque
 from collections.abc import Callable
 from math import inf
 
-from trinity.core.block_pool import BlockPool, Key, blocks_for, media_keys, prefix_keys
+from trinity.core.block_pool import BlockPool, Key, blocks_for, media_keys, prefix_keys, uncut_blocks
 from trinity.core.instance.decode_batch import DecodeBatch
 from trinity.core.instance.lanes import Flights, StepInFlight
+from trinity.core.instance.leading_queue import LeadingQueue
 from trinity.core.instance.phases import BEFORE_DECODE, MOVES, OFFERED, Phase
 from trinity.core.instance.queues import Queue
 from trinity.core.instance.rates import StepRates
@@ -64,6 +65,7 @@ class State:
         self.arriving = {Phase.IMAGE_PULL: 0, Phase.KV_PULL: 0}  # requests whose blocks are being pulled
         self._queues, self._batches = self._places()
         self.waiting_offers = self.before_decode = 0  # requests in ``OFFERED`` and in ``BEFORE_DECODE``
+        self.leading = LeadingQueue(settings)
         self.decode_batch = DecodeBatch()
         self.new_decodes: list[str] = []  # their first decode step is the next
         self.leaving: set[str] = set()  # ending, but with a step or a pull in flight
@@ -179,6 +181,7 @@ class State:
             state.book_time(now)
             self._take_place(state, phase, ahead)
         state.phase = phase
+        self.leading.follow(state, before)
 
     def start(self, running: StepInFlight, now: float) -> None:
         """Run a step on its lane."""
@@ -208,6 +211,7 @@ class State:
         """Take it out of its queue or batch: no further step or transfer includes it. Its phase stays until GONE."""
         if state.ending is None:
             self._leave_place(state)
+        self.leading.leave(state)
         state.ending = ending
         self.leaving.add(state.work.request)
         state.leave_decode_batch()
@@ -376,11 +380,7 @@ class State:
         keys = self.prefix_keys(state)
         block = self.settings.kv_block_size
         hits = self.kv.match(keys[: (state.prefill_end - 1) // block])
-        usable = len(hits)
-        for span in reversed(state.work.media):
-            if span.atomic and span.offset < usable * block < span.end:
-                usable = span.offset // block
-        return hits[:usable]
+        return hits[: uncut_blocks(len(hits), state.work.media, block)]
 
     def needs_media(self, state: RequestState) -> bool:
         """True where prefill still needs image features that cached KV does not cover."""

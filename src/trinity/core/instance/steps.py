@@ -7,6 +7,7 @@ from trinity.core.instance.collection import collect_features
 from trinity.core.instance.growth import grow_tables
 from trinity.core.instance.helpers import recall, tell_begun
 from trinity.core.instance.lanes import LANE_STAGES, StepInFlight
+from trinity.core.instance.leading_text import begin_leading, finish_leading
 from trinity.core.instance.lifecycle import conclude_if_quiet, drop_media, end, queue_prefill
 from trinity.core.instance.request_state import RequestState
 from trinity.core.instance.state import State
@@ -44,7 +45,7 @@ def _fill(s: State, lane: str, now: float) -> bool:
         rows = tuple(s.decoding) if s.settings.depth == 1 else next_decodes(s)
         if s.grows:
             rows = grow_tables(s, rows, now)
-    if not s.before_decode:
+    if not s.before_decode and not s.leading:
         # Most steps are such. Every policy then takes all decodes and nothing else: no view is needed to know that.
         if rows:
             s.start(StepInFlight(Step(s.steps + 1, lane, (), (), rows), rows), now)
@@ -60,7 +61,8 @@ def _fill(s: State, lane: str, now: float) -> bool:
     if scheduled is not None:
         tell_begun(s, scheduled)
         _announce_media(s, scheduled, now)
-        open_streams(s, scheduled, now)
+        if batch.prefills:
+            open_streams(s, scheduled, now)
     return bool(admitted or candidates.uncovered or s.preemptions > preempted)
 
 
@@ -68,10 +70,12 @@ def _build(s: State, lane: str, batch: Batch) -> Step | None:
     """Convert the batch into a step; None for an empty batch."""
     encodes = tuple(row for request, items in batch.encodes for row in _encode_rows(s, request, items))
     prefills = tuple(_prefill_row(s, *chosen) for chosen in batch.prefills)
-    decodes = tuple(batch.decodes)
+    decodes, group = tuple(batch.decodes), layers_per_group(s, prefills) if prefills else 0
+    if batch.leading is not None:
+        prefills = (begin_leading(s, batch.leading),)
     if not (encodes or prefills or decodes):
         return None
-    return Step(s.steps + 1, lane, encodes, prefills, decodes, layers_per_group(s, prefills) if prefills else 0)
+    return Step(s.steps + 1, lane, encodes, prefills, decodes, group)
 
 
 def _encode_rows(s: State, request: str, items: tuple[int, ...]) -> list[Encode]:
@@ -104,7 +108,11 @@ def handle_stepped(s: State, event: Stepped, now: float) -> None:
     before = len(s.out)
     if step.encodes:
         _encoded(s, step, event, now)
-    emits = _prefilled(s, running, event, now) if step.prefills else {}
+    emits: dict[str, Emit] = {}
+    if step.prefills and step.prefills[0].request == s.leading.running:
+        finish_leading(s, step, event)
+    elif step.prefills:
+        emits = _prefilled(s, running, event, now)
     if step.decodes:
         decoded = _decoded(s, step.decodes, event, now)
         emits = _joined(emits, decoded) if emits else decoded
