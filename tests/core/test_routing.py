@@ -87,7 +87,7 @@ def test_policies_by_name_or_as_they_are() -> None:
     assert isinstance(routing_policy("random"), RandomChoice)
     own = RoundRobin()
     assert routing_policy(own) is own
-    known = "least_loaded, prefix_hits, random, round_robin"
+    known = "least_loaded, prefix_hits, random, round_robin, two_choices"
     with pytest.raises(UnknownName, match=f"unknown routing policy 'best'; known: {known}"):
         routing_policy("best")
 

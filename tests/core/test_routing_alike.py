@@ -182,7 +182,7 @@ def count_lines(router: Router, asked: Work) -> int:
     return lines
 
 
-@pytest.mark.parametrize("policy", [*POLICIES, "random"])
+@pytest.mark.parametrize("policy", [*POLICIES, "random", "two_choices"])
 @pytest.mark.parametrize("image", [False, True])
 def test_a_choice_among_many_does_not_look_at_each(policy: str, image: bool) -> None:
     """A few steps more find the n-th of a set by halves; what a scan would take are hundreds."""
@@ -209,6 +209,7 @@ def test_what_is_offered_is_found_anew_only_after_a_change() -> None:
     router.take(PeerLoad("P0"))
     assert router._offered("P", work("other", 20)) is known
     assert router._offered("P", large) is known
+    assert router._stage("P") is router._stage("P")
     router.add(peer_up("P2", kv=9))
     assert [peer.name for peer in router._offered("P", asked)] == ["P0", "P1", "P2"]
     assert [peer.name for peer in router._offered("P", large)] == ["P0", "P1"]

@@ -2,8 +2,8 @@
 
 Where instances are on several hosts it stays on its own as far as that is fair (``trinity.core.near_hosts``).
 
-Policies by name: ``round_robin``, ``random``, ``least_loaded`` and ``prefix_hits`` (EPD-Serve 3.4). The last two read
-what instances publish of themselves (``Router.loads``), so that they choose alike in any process.
+Policies by name: ``round_robin``, ``random``, ``least_loaded`` and ``prefix_hits`` (EPD-Serve 3.4) and ``two_choices``.
+The last three read what instances publish of themselves (``Router.loads``), so that they choose alike in any process.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from trinity.core.near_hosts import HostTurns
 from trinity.core.peer_exit import PeerLeaving, PeerRemoved
 from trinity.core.stage_needs import fitting, units_of
 from trinity.core.stage_peers import Slots, StagePeers
+from trinity.core.two_choices import TwoChoices
 from trinity.errors import describe_error
 from trinity.plugins import load_plugin
 
@@ -126,6 +127,7 @@ ROUTING_POLICIES: dict[str, Callable[[], RoutingPolicy]] = {
     "random": RandomChoice,
     "least_loaded": LeastLoaded,
     "prefix_hits": PrefixHits,
+    "two_choices": TwoChoices,
 }
 
 

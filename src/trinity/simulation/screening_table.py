@@ -94,7 +94,7 @@ SCREENED_AS: Mapping[str, ScreeningRow] = {
         ("round_robin",),
         {"least_loaded": LEAST_LOADED, "prefix_hits": LEAST_LOADED},
         {"least_loaded": 0.0, "prefix_hits": 0.0},
-        "random: with round_robin in its place up to 47 % of the goodput were lost",
+        "random, two_choices: with round_robin in place of random up to 47 % of the goodput were lost",
     ),
     "Simulator.spread": ScreeningRow((1,), note="the engine has one encoder a request"),
     "Simulator.cost": ScreeningRow(tuple(COSTS), note="by its type"),
