@@ -37,6 +37,7 @@ NAMES = {  # in the order of the page, each with its module
     "control": "transfers.control",
     "fidelity": "fidelity.fidelity",
     "watch": "planning.watch",
+    "redeploy": "planning.redeploy",
     "rank": "rank.rank",
     "figures": "figures.figures",
     "plan_speed": "planning.plan_speed",

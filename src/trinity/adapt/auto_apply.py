@@ -149,7 +149,7 @@ class AutoApply:
         """Tell the guard how an apply has ended."""
         self._applying, error = None, ended.exception()
         if error is None:
-            names = ", ".join(f"{each.name} is {each.roles}" for each in ended.result())
+            names = ", ".join(f"{each.name} is {each.roles or 'gone'}" for each in ended.result())
             self._log(self.guard.succeed(self._now, names))
         elif isinstance(error, ChangeRefused):
             self._log(self.guard.refuse(self._now, str(error)))
