@@ -18,6 +18,7 @@ from msgspec.structs import replace
 
 from trinity.core.failure_policy import NO_RECOVERY, FailurePolicy
 from trinity.core.front_door import find_malformed, find_overload
+from trinity.core.frontend_departures import FrontendDepartures
 from trinity.core.frontend_events import Abort as Abort
 from trinity.core.frontend_events import Deliver as Deliver
 from trinity.core.frontend_events import End as End
@@ -42,7 +43,6 @@ from trinity.core.frontend_request import (
     may_go_on,
     reason_for_reader,
 )
-from trinity.core.frontend_starts import FrontendStarts
 from trinity.core.life_names import LifeNames, check_owner, name_life
 from trinity.core.messages import (
     FRONTEND,
@@ -74,7 +74,7 @@ from trinity.core.routing import RoutingPolicy
 MAX_WAITING_BYTES = 4 << 30
 
 
-class FrontendCore(FrontendStarts):
+class FrontendCore(FrontendDepartures):
     """``handle(event, now) -> [command]``: Send to instances, Deliver and End to readers.
 
     ``max_waiting`` bounds the requests that have no token yet, ``max_waiting_bytes`` the bytes of their inputs;
@@ -112,7 +112,7 @@ class FrontendCore(FrontendStarts):
             PeerLoad: self._loaded,
             PeerReserved: self._reserved,
             PeerSuspect: self._suspected,
-            PeerLeaving: lambda event, now: self.router.avoid(event),
+            PeerLeaving: self._leaving,
             PeerRemoved: self._removed,
         }
 
@@ -123,11 +123,9 @@ class FrontendCore(FrontendStarts):
             handler(event, now)
             if self.retries.waiting or self.preparations.waiting or self.isolation.lifted:
                 self._begin_next(now)
+            if self.router.leaving:
+                self._move_decodes(now)
         return self._out
-
-    def next_timer(self) -> float | None:
-        """Clock time at which a Tick is due; None where no deadline is set, and nothing waits for a time."""
-        return self._alarms.next()
 
     def reader_of(self, name: str) -> str:
         """The id that its reader gave the request of which this is the present life."""

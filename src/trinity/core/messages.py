@@ -240,7 +240,7 @@ class PeerUp(Value, frozen=True):
 class PeerLoad(Value, frozen=True):
     """Load report of an instance, also its heartbeat.
 
-    - ``free`` (blocks): available blocks by kind.
+    - ``free`` (blocks): available ones by kind. ``pull_s`` (seconds, None): measured of a KV pull, and of each block.
     - ``predicted_s`` (seconds): predicted time of the work at each stage (D: of a step).
     - ``unit_s`` (seconds): predicted time of one more visual token (E), prompt position (P) or row (D).
     - ``cached``: 8 bytes of the key of each cached block, by kind.
@@ -256,6 +256,7 @@ class PeerLoad(Value, frozen=True):
     cached: dict[str, bytes] = msgspec.field(default_factory=dict)
     preemptions: int = 0
     newest: int = 0
+    pull_s: tuple[float, float] | None = None
 
 
 class PeerDown(Value, frozen=True):

@@ -14,17 +14,25 @@ from random import Random
 from typing import NamedTuple
 
 from trinity.core.instance.settings import Settings
-from trinity.core.messages import FRONTEND
+from trinity.core.messages import FRONTEND, PeerDown, Value
+from trinity.core.peer_exit import PeerRemoved
 
 
 class Kill(NamedTuple):
     """To a shell of an instance or a front end: die, and come back after ``back_s``; never where that is None.
 
-    ``becomes``: settings of the next life, where the end is planned so that it has other roles.
+    ``becomes``: settings of the next life, where the end is planned so that it has other roles. ``removed``: all are
+    told that no life follows; one that comes all the same has been added under the name that is free then.
     """
 
     back_s: float | None
     becomes: Settings | None = None
+    removed: bool = False
+
+    def news(self, name: str, epoch: int) -> list[Value]:
+        """List what a survivor hears of the end of this life."""
+        planned = self.becomes is not None
+        return [PeerDown(name, planned=planned), *([PeerRemoved(name, epoch)] if self.removed else [])]
 
 
 class Departure(NamedTuple):

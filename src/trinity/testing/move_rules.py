@@ -16,6 +16,7 @@ from trinity.core.messages import (
     Commit,
     Emit,
     Finished,
+    Move,
     Moved,
     NotMoved,
     Offer,
@@ -56,7 +57,8 @@ class MoveRules:
 
     Until then the target speaks of it to nobody but its source, and has room for it or refuses. A refusal comes from
     one that has not taken it over. Blocks that go ahead are leased, and nobody decodes from them. No two cores decode
-    one life of a request. Each ``MoveRequest`` has one ``MoveEnd``.
+    one life of a request. Each ``MoveRequest`` has one ``MoveEnd``, and so has each move that the front end asks for by
+    itself, which it does only of what decodes at an instance that leaves.
     """
 
     def __init__(self, cores: Mapping[str, InstanceCore], frontend: FrontEnds) -> None:
@@ -83,7 +85,9 @@ class MoveRules:
             self.moves[event.id].heard |= event.id in self.cores[name].state.outgoing
 
     def command(self, name: str, command: Value) -> None:
-        if isinstance(command, Send):
+        if isinstance(command, Send) and isinstance(command.message, Move):
+            self._asks(name, command.to, command.message.request)
+        elif isinstance(command, Send):
             self._send(name, command.message)
         elif isinstance(command, MoveEnd):
             self.asked[name, command.request] -= 1
@@ -97,6 +101,12 @@ class MoveRules:
             )
             gone = [row for row in rows if (name, row) in self.away]
             assert not gone, f"{name}: {command} has rows of {gone}, which are offered to another instance or gone"
+
+    def _asks(self, name: str, source: str, life: str) -> None:
+        request = self.frontends[name].reader_of(life)
+        if not self.asked[name, request]:
+            assert source in self.frontends[name].router.leaving, f"a move of {request} from {source}, which stays"
+            self.asked[name, request] += 1
 
     def _send(self, name: str, message: Value) -> None:
         if isinstance(message, Offer):

@@ -147,16 +147,15 @@ class VirtualCluster(EventLoop):
         self.put(at, next(self._sequence), name, Attach())
 
     def switch(self, name: str, at: float, becomes: Settings, drain_s: float = 1.0, change_s: float = 0.5) -> None:
-        """Have an instance leave at this time, end ``drain_s`` later, and come back with these settings' roles.
+        """Have an instance leave at this time, end ``drain_s`` later, and come back with these settings' roles."""
+        self.depart(name, at, drain_s, Kill(change_s, becomes))
 
-        Its end is one of ``kill``: what is still there is lost with it. When who hears that it leaves is drawn.
-        """
-        for other in self.lives.everybody:
-            if other != name:
-                heard = at + self.lives.draw.uniform(0.0, self.lives.news_s)
-                self.put(heard, next(self._sequence), other, Departure(name))
+    def depart(self, name: str, at: float, drain_s: float, end: Kill) -> None:
+        """Have an instance leave at this time, and end so ``drain_s`` later. When who hears that it leaves is drawn."""
+        for other in [each for each in self.lives.everybody if each != name]:
+            self.put(at + self.lives.draw.uniform(0.0, self.lives.news_s), next(self._sequence), other, Departure(name))
         self.lives.plan_cuts(name, at + drain_s)
-        self.put(at + drain_s, next(self._sequence), name, Kill(change_s, becomes))
+        self.put(at + drain_s, next(self._sequence), name, end)
 
     def run(self, limit: int = 1_000_000) -> None:
         """Run until nothing is under way any more. ``limit`` events count as a livelock (``AssertionError``)."""
@@ -236,7 +235,8 @@ class VirtualCluster(EventLoop):
         for other in survivors:
             heard = self.lives.next_news(other, name, max(self.now, self._arrival.get((name, other), 0.0)))
             self._arrival[name, other] = heard
-            self.post(heard, other, PeerDown(name, planned=kill.becomes is not None))
+            for news in kill.news(name, self.lives.epochs[name] - 1):
+                self.post(heard, other, news)
         if kill.back_s is not None:
             self.put(self.now + kill.back_s, next(self._sequence), name, Return())
 

@@ -77,7 +77,16 @@ def load_of(s: State) -> PeerLoad:
         cached={kind: pool.digest(own.digest_keys) for kind, pool in s.pools.items()},
         preemptions=s.preemptions,
         newest=s.newest if len(s.frontends) > 1 else 0,
+        pull_s=find_pull_cost(s),
     )
+
+
+def find_pull_cost(s: State) -> tuple[float, float] | None:
+    """Seconds of a pull of KV to here and of each of its blocks, of the slowest source; None before the first."""
+    costs = [cost for times in s.pull_times.values() if (cost := times.cost()) is not None]
+    if not costs:
+        return None
+    return max(each.fixed for each in costs), max(each.cell for each in costs) * s.settings.layers
 
 
 def queued(s: State) -> dict[str, int]:
