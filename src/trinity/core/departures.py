@@ -49,7 +49,7 @@ class Ask(NamedTuple):
 class Refusal(NamedTuple):
     """Moves of a request that did not come about: how many, the last target, and when it may be asked again."""
 
-    count: int
+    times: int
     target: str
     until: float
 
@@ -100,8 +100,8 @@ class Departures:
             del self._asked[name]
             self._due = -inf
             if entry is not None and entry.place is not None and entry.place.name == ask.source:
-                count = self._refused[name].count + 1 if name in self._refused else 1
-                self._refused[name] = Refusal(count, ask.target, now + RETRY_S * 4.0 ** (count - 1))
+                times = self._refused[name].times + 1 if name in self._refused else 1
+                self._refused[name] = Refusal(times, ask.target, now + RETRY_S * 4.0 ** (times - 1))
 
     def _list_leaving(self) -> Iterator[FrontendRequest]:
         """List the requests that decode at an instance which leaves."""
