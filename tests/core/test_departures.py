@@ -17,7 +17,7 @@ from support.departing import count, run
 from support.moving import POLICY
 from trinity.core import departures
 from trinity.core.block_pool import blocks_for
-from trinity.core.departures import LOOK_S, MESSAGES_S, MOST_AT_ONCE, RETRY_S, UNMEASURED_PULL_S, Departures
+from trinity.core.departures import JUDGE_AGAIN_S, MESSAGES_S, MOST_AT_ONCE, ASK_AGAIN_S, UNMEASURED_PULL_S, Departures
 from trinity.core.frontend import Abort, FrontendCore
 from trinity.core.frontend_events import MoveEnd, MoveRequest
 from trinity.core.messages import (
@@ -130,8 +130,8 @@ def test_it_moves_where_the_pull_is_sooner_than_its_end(
 def test_before_its_pace_is_known_it_stays() -> None:
     core = decoding(loads={"D0": load("D0", predicted_s={}, unit_s={})})
     assert asked(core.handle(GOES, 1.0)) == {}
-    assert core.next_timer() == 1.0 + LOOK_S
-    assert asked(core.handle(load("D0"), 1.0 + LOOK_S)) == {"r0": "D1"}
+    assert core.next_timer() == 1.0 + JUDGE_AGAIN_S
+    assert asked(core.handle(load("D0"), 1.0 + JUDGE_AGAIN_S)) == {"r0": "D1"}
 
 
 def test_those_with_most_left_go_first_and_so_many_at_once() -> None:
@@ -166,11 +166,11 @@ def test_after_a_refusal_another_is_asked_and_the_pause_grows() -> None:
     core = decoding()
     assert asked(core.handle(GOES, 0.0)) == {"r0": "D1"}
     assert asked(core.handle(refuse("r0"), 1.0)) == {}
-    assert asked(core.handle(load("D0"), 1.0 + 0.9 * RETRY_S)) == {}
-    assert asked(core.handle(load("D0"), 1.0 + 1.2 * RETRY_S)) == {"r0": "D2"}
+    assert asked(core.handle(load("D0"), 1.0 + 0.9 * ASK_AGAIN_S)) == {}
+    assert asked(core.handle(load("D0"), 1.0 + 1.2 * ASK_AGAIN_S)) == {"r0": "D2"}
     assert asked(core.handle(refuse("r0", "late"), 5.0)) == {}
-    assert asked(core.handle(load("D0"), 5.0 + 3.5 * RETRY_S)) == {}
-    assert asked(core.handle(load("D0"), 5.0 + 4.5 * RETRY_S)) == {"r0": "D1"}
+    assert asked(core.handle(load("D0"), 5.0 + 3.5 * ASK_AGAIN_S)) == {}
+    assert asked(core.handle(load("D0"), 5.0 + 4.5 * ASK_AGAIN_S)) == {"r0": "D1"}
 
 
 def test_a_reader_that_asks_meanwhile_is_told_that_it_moves_and_the_other_way_round() -> None:
@@ -212,7 +212,7 @@ def test_a_decode_that_comes_while_it_leaves_moves_on() -> None:
 def test_it_is_over_once_the_instance_stays_or_is_gone() -> None:
     core = decoding(loads={"D1": load("D1", free=0), "D2": load("D2", free=0)})
     assert asked(core.handle(GOES, 1.0)) == {}
-    assert core.next_timer() == 1.0 + LOOK_S
+    assert core.next_timer() == 1.0 + JUDGE_AGAIN_S
     core.handle(PeerLeaving("D0", 0, leaving=False), 2.0)
     assert core.next_timer() is None
     assert asked(core.handle(load("D1"), 3.0)) == {}

@@ -5,7 +5,7 @@ event                   what follows
 ======================  ============================================================================================
 an instance leaves      each decode there is judged: it moves where its pull is predicted to take less time than its
                         end (``Departures.find_gain``), at most ``MOST_AT_ONCE`` from one instance at a time
-a decode comes there    it is judged as well; so are all again every ``LOOK_S``: reports come, ends come nearer
+a decode comes there    it is judged as well; so are all again every ``JUDGE_AGAIN_S``: reports come, ends come nearer
 one has moved           the next one goes
 one has not             it is asked again after a pause, which grows fourfold each time; another target is preferred
 no other takes it       it ends there, or is recovered after the drain, as it would be without this
@@ -31,9 +31,9 @@ from trinity.core.messages import KV, PeerUp
 from trinity.core.routing import Router
 from trinity.core.stage_needs import needs
 
-LOOK_S = 0.05  # between two looks at those that are left
+JUDGE_AGAIN_S = 0.05  # between two looks at those that are left
 MOST_AT_ONCE = 4  # moves from one instance: their pulls share its memory and its wire
-RETRY_S = 0.5  # after a move that did not come about
+ASK_AGAIN_S = 0.5  # after a move that did not come about
 MESSAGES_S = 0.01  # of a move beside its pull: three messages, and the steps in flight
 UNMEASURED_PULL_S = 0.1  # by a target that has not pulled KV yet
 
@@ -78,7 +78,7 @@ class Departures:
             return []
         here = {entry.id: entry for entry in self._list_leaving()}
         self._refused = {each: refusal for each, refusal in self._refused.items() if each in here}
-        self._due, self._waiting = now + LOOK_S, bool(here or self._asked)
+        self._due, self._waiting = now + JUDGE_AGAIN_S, bool(here or self._asked)
         chosen = []
         for entry in sorted(here.values(), key=lambda each: each.delivered - each.work.max_tokens):
             ask = self._judge(entry, now)
@@ -101,7 +101,7 @@ class Departures:
             self._due = -inf
             if entry is not None and entry.place is not None and entry.place.name == ask.source:
                 times = self._refused[name].times + 1 if name in self._refused else 1
-                self._refused[name] = Refusal(times, ask.target, now + RETRY_S * 4.0 ** (times - 1))
+                self._refused[name] = Refusal(times, ask.target, now + ASK_AGAIN_S * 4.0 ** (times - 1))
 
     def _list_leaving(self) -> Iterator[FrontendRequest]:
         """List the requests that decode at an instance which leaves."""
