@@ -17,7 +17,7 @@ from support.departing import count, run
 from support.moving import POLICY
 from trinity.core import departures
 from trinity.core.block_pool import blocks_for
-from trinity.core.departures import JUDGE_AGAIN_S, MESSAGES_S, MOST_AT_ONCE, ASK_AGAIN_S, UNMEASURED_PULL_S, Departures
+from trinity.core.departures import ASK_AGAIN_S, JUDGE_AGAIN_S, MESSAGES_S, MOST_AT_ONCE, UNMEASURED_PULL_S, Departures
 from trinity.core.frontend import Abort, FrontendCore
 from trinity.core.frontend_events import MoveEnd, MoveRequest
 from trinity.core.messages import (
