@@ -103,7 +103,7 @@ class Both:
             assert self.quick.seconds(name, letter) == self.plain.seconds(name, letter)
         for span in asked.media:
             but = draw.choice([*self.plain.peers, ""])
-            assert self.quick.holder(span, but) == self.plain.holder(span, but)
+            assert self.quick.holder(span, (but,)) == self.plain.holder(span, but)
 
 
 def draw_work(draw: Random) -> Work:

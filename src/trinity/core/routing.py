@@ -9,7 +9,7 @@ The last three read what instances publish of themselves (``Router.loads``), so 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from math import inf
 from types import MappingProxyType
 from typing import Protocol, cast
@@ -382,10 +382,13 @@ class Router:
         """True where an instance has reported the features of all media of a request."""
         return self.content.has_media(peer, work)
 
-    def holder(self, span: MediaSpan, but: str) -> str:
-        """Another instance that said it has these features, a prefill instance first; "" where none did."""
+    def holder(self, span: MediaSpan, but: Collection[str]) -> str:
+        """An instance ``but`` these that said it has these features, a prefill instance first; "" where none did."""
         peers = self._stage("")
-        having = peers.select(self.content.find_holders(peers, span, peers.mask & ~self._slots.bit(but)))
+        others = peers.mask
+        for name in but:
+            others &= ~self._slots.bit(name)
+        having = peers.select(self.content.find_holders(peers, span, others))
         return min(having, key=lambda peer: ("P" not in peer.roles, peer.name)).name if having else ""
 
     def known(self, letter: str) -> bool:

@@ -41,7 +41,7 @@ def deal_items(router: Router, work: Work, first: str, most: int) -> tuple[str, 
     own = router.peers[first]
     if work.encode_only or len(work.media) < 2 or "E" not in own.roles or "P" in own.roles:
         return ()
-    new = {span.content: span for span in work.media if not router.holder(span, "")}
+    new = {span.content: span for span in work.media if not router.holder(span, ())}
     idle = _find_idle(router, work, first, sum(span.tokens for span in new.values()))
     chosen = _deal(new, idle[:most], first)
     for content, name in chosen.items():

@@ -305,7 +305,7 @@ class Conversation:
         assert not transfer.running, f"{message} while parts {transfer.running} are being pulled"
         transfer.outcome = message.outcome
         if message.outcome in ("pulled", "cached") and not transfer.offer.copies:
-            assert transfer.committed, f"{message} before Commit"
+            assert transfer.committed or transfer.void, f"{message} before Commit"
         if message.outcome == "cached":
             assert not transfer.asked, f"{message} although parts {transfer.asked} moved"
 

@@ -10,13 +10,13 @@ from trinity.core.instance.arrival import pass_to_encode
 from trinity.core.instance.helpers import call_off, is_near
 from trinity.core.instance.lanes import LANE_STAGES, count_in_flight, outstanding
 from trinity.core.instance.leading_text import find_leading_chunk
-from trinity.core.instance.lifecycle import release
+from trinity.core.instance.lifecycle import end, release
 from trinity.core.instance.phases import Phase
-from trinity.core.instance.preemption import recompute
+from trinity.core.instance.preemption import hold_features, recompute
 from trinity.core.instance.request_state import RequestState
 from trinity.core.instance.reservation import blocks_to_reserve, decode_headroom
 from trinity.core.instance.state import State
-from trinity.core.messages import IMAGE, KV, Open
+from trinity.core.messages import IMAGE, KV, PREEMPTED, Open
 from trinity.core.migration.kv_target import cached_record
 from trinity.core.migration.target import ask_for_media
 from trinity.core.scheduler import Batch, EncodeView, PrefillView, View
@@ -216,6 +216,10 @@ def _back_to_media(s: State, state: RequestState, now: float) -> None:
         recompute(s, state, now)
         return
     state.cover(False)
+    if state.incoming is not None:  # its source was lost, and has its inputs
+        if not hold_features(s, state):
+            end(s, state, now, PREEMPTED)
+        return
     if "E" not in s.settings.roles:
         pass_to_encode(s, state, now)
         return

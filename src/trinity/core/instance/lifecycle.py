@@ -161,8 +161,9 @@ def release(s: State, state: RequestState, outcome: str) -> None:
     del s.incoming[incoming.offer.id]
     mode = s.settings.transfers.kv if incoming.offer.kind == KV else "off"
     times = s.pull_times.get(incoming.offer.source) if mode != "off" else None
+    lacks = incoming.lacks if outcome == FEATURES_GONE else ""
     told = times is not None and (mode != "auto" or times.pulls >= LEAST_PULLS)
-    s.send(incoming.offer.source, Release(incoming.offer.id, outcome, times.cost() if times and told else None))
+    s.send(incoming.offer.source, Release(incoming.offer.id, outcome, times.cost() if times and told else None, lacks))
 
 
 def drop_all(s: State, state: RequestState) -> None:

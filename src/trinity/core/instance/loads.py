@@ -52,6 +52,14 @@ def report_targets(s: State) -> list[str]:
     return [name for name in s.router.peers if name in wanted]
 
 
+def tell_cached(s: State, state: RequestState) -> None:
+    """Report what is cached here ahead of the news that a request ends here: who has it next need not encode that."""
+    if any(slot.ready for slot in state.media):
+        load = load_of(s)
+        for name in [*followers(s), *s.frontends]:
+            s.send(name, load)
+
+
 def followers(s: State) -> list[str]:
     """List the peers that act on this load: all where routing reads loads, else encoders.
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 from trinity.core.instance.front_ends import lose_frontend
 from trinity.core.instance.helpers import lose_helper
 from trinity.core.instance.lifecycle import end
-from trinity.core.instance.loads import followers
+from trinity.core.instance.loads import followers, tell_cached
 from trinity.core.instance.state import State, failure
 from trinity.core.messages import Gone, PeerDown, PeerLoad, PeerSuspect, PeerUp
 from trinity.core.migration.leases import take_back
 from trinity.core.migration.moves import LOST, finish_copy, give_up
 from trinity.core.migration.remote_features import give_up_fetches, give_up_pulls
 from trinity.core.migration.second_offers import offer_again
+from trinity.core.migration.target import outlive_source
 from trinity.core.peer_exit import PeerLeaving
 from trinity.core.values import is_frontend
 
@@ -55,6 +56,9 @@ def handle_peer_lost(s: State, event: PeerDown, now: float) -> None:
         state = s.requests[request]
         incoming = state.incoming
         if incoming is not None and incoming.offer.source == event.name and not incoming.released:
+            if outlive_source(s, state, now):
+                continue
+            tell_cached(s, state)
             fields = {"source": event.name, "target": name, "kind": incoming.offer.kind, "cause": "PeerLost"}
             text = f"instance {event.name} was lost before its {incoming.offer.kind} blocks were here"
             end(s, state, now, "error", failure("MigrationError", text, **fields))

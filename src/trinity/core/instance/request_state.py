@@ -124,6 +124,7 @@ class RequestState:
     asker: str = ""
     target: str = ""  # instance that its decode moves to
     copy: str = ""  # offer of its full blocks, ahead of that
+    tried: frozenset[str] = frozenset()  # holders named for its features where some turned out to be gone
 
     def __post_init__(self) -> None:
         self.attempt, self.max_tokens, self.stop_ids = self.work.attempt, self.work.max_tokens, self.work.stop_ids
@@ -291,6 +292,7 @@ class IncomingTransfer:
     - ``mismatches``: pieces that differ from their digests. At Commit they fail the request, unless sent again before.
     - ``fetched_parts``: answers of holders, by part.
     - ``caught``: its source was told that all is here.
+    - ``lacks``: the named holder that had features no more.
     """
 
     offer: Offer
@@ -314,6 +316,7 @@ class IncomingTransfer:
     record: dict[str, Any] = field(default_factory=dict)
     fetched_parts: dict[int, Fetched] = field(default_factory=dict)
     caught: bool = False
+    lacks: str = ""
 
 
 @dataclass(slots=True)
@@ -357,6 +360,7 @@ class SkippedEncode:
     route: tuple[str, ...]
     deadline: float
     tokens: list[int]
+    tried: frozenset[str]
     cancelled: bool = False
 
 

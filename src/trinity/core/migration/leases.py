@@ -17,7 +17,7 @@ from trinity.core.instance.state import State, failure
 from trinity.core.messages import Failure, Finished, Release, Withdraw
 from trinity.core.migration.moves import LATE, finish_copy, give_up
 from trinity.core.migration.remote_features import encode_after_all, forget_skipped, give_up_fetches
-from trinity.core.migration.source import drop_offer
+from trinity.core.migration.source import drop_offer, offer_found
 
 
 def handle_release(s: State, event: Release, now: float) -> None:
@@ -29,7 +29,9 @@ def handle_release(s: State, event: Release, now: float) -> None:
     s.pools[lease.kind].drop(lease.blocks)
     s.pull_cost = event.cost or s.pull_cost
     if event.outcome == FEATURES_GONE:
-        encode_after_all(s, lease, now)
+        found = encode_after_all(s, lease, event.lacks, now)
+        if found is not None:
+            offer_found(s, found, now)
         return
     if lease.copies:
         finish_copy(s, lease, now, event.outcome)

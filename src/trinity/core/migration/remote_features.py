@@ -8,6 +8,7 @@ it has reserved, and the encode instance encodes after all: nobody waits for an 
 from __future__ import annotations
 
 from trinity.core.instance.lifecycle import end
+from trinity.core.instance.loads import tell_cached
 from trinity.core.instance.phases import Phase
 from trinity.core.instance.request_state import FEATURES_GONE, FeatureFetch, Lease, RequestState, SkippedEncode
 from trinity.core.instance.state import State
@@ -22,14 +23,14 @@ def skip_cached_remotely(s: State, state: RequestState) -> None:
     if s.settings.transfers.store and "P" not in s.settings.roles:
         for slot in state.media:
             if not s.cached_media(slot.keys) and slot.span.content not in s.pending:
-                slot.find_at(s.router.holder(slot.span, s.settings.name))
+                slot.find_at(s.router.holder(slot.span, {s.settings.name, *state.tried}))
 
 
 def remember_skipped(s: State, state: RequestState) -> None:
     """Remember, until the Release, all that encoding the skipped images would need."""
     if any(slot.holder for slot in state.media):
         s.skipped_encodes[state.work.request] = SkippedEncode(
-            state.work, state.inputs, state.route, state.deadline, state.tokens
+            state.work, state.inputs, state.route, state.deadline, state.tokens, state.tried
         )
 
 
@@ -39,11 +40,14 @@ def forget_skipped(s: State, lease: Lease) -> SkippedEncode | None:
     return s.skipped_encodes.pop(lease.request) if spared is not None and spared.work.attempt == lease.attempt else None
 
 
-def encode_after_all(s: State, lease: Lease, now: float) -> None:
-    """Queue a skipped encode: the holder no longer had the features. No other holder is tried."""
+def encode_after_all(s: State, lease: Lease, lacks: str, now: float) -> RequestState | None:
+    """Queue a skipped encode: a holder no longer had the features. Returns it where others have all of them.
+
+    Its target may have got some before, and has said so. The holder that lacks what it had reported is not named again.
+    """
     spared = forget_skipped(s, lease)
     if spared is None:  # forgotten meanwhile
-        return
+        return None
     work, name = spared.work, s.settings.name
     route = (*spared.route, lease.target, name)
     if spared.cancelled:
@@ -51,13 +55,19 @@ def encode_after_all(s: State, lease: Lease, now: float) -> None:
             work.request, work.attempt
         )  # its target has a tombstone that leads here: a Cancel would go in a circle
         s.send(work.owner, Finished(request=work.request, attempt=work.attempt, reason="cancelled", route=route))
-        return
-    state = RequestState(work, now, spared.inputs, stored_tokens=spared.tokens, route=route)
+        return None
+    named = {part.holder for part in lease.offer.parts if part.holder} if lease.offer is not None else set()
+    tried = spared.tried | ({lacks} if lacks else named)
+    state = RequestState(work, now, spared.inputs, stored_tokens=spared.tokens, route=route, tried=tried)
     if work.deadline_s is not None:
         s.keep_deadline(state, spared.deadline)
     s.list_media(state)
     s.take_in(state)
+    skip_cached_remotely(s, state)
+    if all(slot.holder for slot in state.media):
+        return state
     s.move(state, Phase.IMAGE_QUEUE, now)
+    return None
 
 
 # ---------------------------------------------------------------- the holder
@@ -81,7 +91,7 @@ def ask_holder(s: State, state: RequestState, part: int, now: float) -> None:
     assert incoming is not None
     holder = incoming.offer.parts[part].holder
     if holder not in s.router.peers or holder == s.settings.name:
-        give_back_request(s, state, now)
+        give_back_request(s, state, now, holder)
         return
     id = f"{incoming.offer.id}/{part}"
     s.fetches[id] = FeatureFetch(state.work.request, incoming.offer.id, part, holder, now)
@@ -99,7 +109,7 @@ def handle_fetched(s: State, event: Fetched, now: float) -> None:
             s.send(event.holder, Release(event.id, "cancelled"))
         return
     if not event.blocks:
-        give_back_request(s, state, now)
+        give_back_request(s, state, now, event.holder)
         return
     incoming = state.incoming
     assert incoming is not None
@@ -123,8 +133,11 @@ def waiting_request(s: State, asked: FeatureFetch) -> RequestState | None:
     return state if state.incoming.offer.id == asked.offer and not state.incoming.released else None
 
 
-def give_back_request(s: State, state: RequestState, now: float) -> None:
+def give_back_request(s: State, state: RequestState, now: float, lacks: str) -> None:
     """End it here with ``FEATURES_GONE``: it must hold no image block while an encoder works for it."""
+    assert state.incoming is not None
+    state.incoming.lacks = lacks
+    tell_cached(s, state)
     end(s, state, now, FEATURES_GONE)
 
 
@@ -137,7 +150,7 @@ def give_up_fetches(s: State, asked_of: str | None, now: float) -> float:
             del s.fetches[id]
             state = waiting_request(s, asked)
             if state is not None:
-                give_back_request(s, state, now)
+                give_back_request(s, state, now, asked.holder)
         else:
             left = min(left, due)
     return left
@@ -148,7 +161,7 @@ def give_up_pulls(s: State, holder: str, now: float) -> None:
     for state in [s.requests[request] for request in s.incoming.values()]:
         incoming = state.incoming
         if incoming is not None and any(answer.holder == holder for answer in incoming.fetched_parts.values()):
-            give_back_request(s, state, now)
+            give_back_request(s, state, now, holder)
 
 
 def finish_fetch(s: State, state: RequestState, event: Pulled) -> None:
@@ -156,6 +169,7 @@ def finish_fetch(s: State, state: RequestState, event: Pulled) -> None:
     incoming = state.incoming
     assert incoming is not None
     answer = incoming.fetched_parts.pop(event.part)
+    incoming.lacks = answer.holder if event.failure else ""
     s.send(answer.holder, Release(answer.id, "failed" if event.failure else "pulled"))
     if event.record:
         state.record({**event.record, "outcome": "failed" if event.failure else "store"})

@@ -14,8 +14,9 @@ from trinity.core.instance.company import find_company
 from trinity.core.instance.front_ends import refuse_offer
 from trinity.core.instance.lifecycle import conclude_if_quiet, end, queue_prefill, release
 from trinity.core.instance.phases import Phase
+from trinity.core.instance.preemption import hold_features
 from trinity.core.instance.queues import Queue
-from trinity.core.instance.request_state import COPIED, FEATURES_GONE, IncomingTransfer, RequestState
+from trinity.core.instance.request_state import COPIED, IncomingTransfer, RequestState
 from trinity.core.instance.state import State
 from trinity.core.messages import IMAGE, KV, Caught, Commit, Offer, Open, Pulled, Ready, Withdraw
 from trinity.core.migration.kv_target import (
@@ -27,7 +28,13 @@ from trinity.core.migration.kv_target import (
     queue_pieces,
     reserve_kv,
 )
-from trinity.core.migration.remote_features import ask_holder, finish_fetch, pull_features, skipped_record
+from trinity.core.migration.remote_features import (
+    ask_holder,
+    finish_fetch,
+    give_back_request,
+    pull_features,
+    skipped_record,
+)
 
 
 def handle_offer(s: State, event: Offer, now: float) -> None:
@@ -177,8 +184,10 @@ def handle_pulled(s: State, event: Pulled, now: float) -> None:
         state.record(event.record)
     if state.ending is not None:
         conclude_if_quiet(s, state, now)
+    elif failed is not None and stored:
+        give_back_request(s, state, now, state.incoming.lacks)
     elif failed is not None:
-        end(s, state, now, FEATURES_GONE if stored else "error", failed)
+        end(s, state, now, "error", failed)
     else:
         state.incoming.pulled_parts.add(event.part)
         if state.phase is Phase.IMAGE_PULL:
@@ -226,6 +235,34 @@ def _complete(s: State, state: RequestState, now: float) -> None:
     else:
         s.open(state, Open(work=state.work, blocks=state.block_table, tokens=tuple(state.tokens)))
         s.start_decoding(state, now)
+
+
+def outlive_source(s: State, state: RequestState, now: float) -> bool:
+    """Go on without a lost source: all features are here, or cached KV covers them. Returns False where some are not.
+
+    Its Commit, if it had not come, would have told the outputs so far; a request without any needs none. A pull that
+    has not ended may have read another life of the source, and counts for nothing.
+    """
+    incoming = state.incoming
+    if incoming is None or incoming.offer.kind != IMAGE or state.ending is not None or state.pulls_in_flight:
+        return False
+    if (incoming.commit is None and state.work.outputs) or not _has_all(s, state):
+        return False
+    incoming.commit = incoming.commit or Commit(incoming.offer.id)
+    release(s, state, "pulled" if incoming.moved else "cached")
+    if state.phase is Phase.IMAGE_OFFER:
+        s.move(state, Phase.IMAGE_PULL, now)
+    if state.phase in (Phase.IMAGE_PULL, Phase.COVERED):
+        queue_prefill(s, state, now)
+    return True
+
+
+def _has_all(s: State, state: RequestState) -> bool:
+    if state.skip_media:
+        return not s.needs_media(state)
+    if state.phase is Phase.IMAGE_OFFER:
+        return hold_features(s, state)
+    return all(slot.ready for slot in state.media)
 
 
 def ask_for_media(s: State, state: RequestState, now: float) -> None:
