@@ -173,8 +173,8 @@ class Withdraw(Value, frozen=True):
 class Release(Value, frozen=True):
     """Target to source, once, step 4: the lease ends.
 
-    ``outcome``: pulled, cached, cancelled, failed, refused (without Commit), untaken (of an owner that the target is not
-    in touch with), or missing: the holder ``lacks`` them.
+    ``outcome``: pulled, cached, cancelled, failed, refused (without Commit), untaken (of an owner that the target is
+    not in touch with), or missing: the holder ``lacks`` them.
     ``cost``: measured time of pulls from the source, (seconds per pull, seconds per layer of a block).
     """
 
