@@ -39,7 +39,7 @@ from trinity.placement import Placement
 from trinity.planner import Plan
 from trinity.preprocess.media_limits import MediaLimits
 from trinity.preprocess.processor import RequestProcessor
-from trinity.remote import instance_processes, supervisor
+from trinity.remote import attached_instances, supervisor
 from trinity.remote.instance_client import InstanceClient
 from trinity.remote.supervisor_messages import InstanceHealth
 from trinity.request import Output, Request
@@ -134,7 +134,8 @@ class Pipeline(PlacementChanges):
         self.connector, self._options = make_connector(connector, verify, hosting), options
         self._process_config, self._secret = processes, supervisor.resolve_secret(self.instances, processes.secret)
         self.trace, self.metrics, self.timeline = Trace(limit_bytes=TRACE_BYTES), Metrics(slo), Timeline()
-        own = FrontendCore(routing_policy(routing), max_waiting, max_waiting_bytes, failures or FailurePolicy(), spread)
+        policies = failures or FailurePolicy(), spread, attached_instances.name_frontend(processes)
+        own = FrontendCore(routing_policy(routing), max_waiting, max_waiting_bytes, *policies)
         self._frontend = FrontendHost(own, self.connector, self.metrics, self.trace)
         rest = (cache, self._frontend.watch_logits(observe), transfers or TransferPolicy(), self.connector.shared)
         self._serving_config = loader.ServingConfig(source, dtype, device, slo, budgets, rules, *rest)
@@ -218,10 +219,9 @@ class Pipeline(PlacementChanges):
             host.start()
 
     async def _start_processes(self) -> None:
-        routing, supply = str(self.routing), self._process_config.supply
-        setups = supervisor.make_setups(self.instances, self._serving_config, self.connector, routing, supply)
         given = (supervisor.parse_addresses(self.instances), self._secret, self._process_config)
-        self._processes = instance_processes.InstanceSupervisor(self._frontend, self.timeline, *given)
+        owner, setups = self._frontend.core.name, self._make_setups(self.instances)
+        self._processes = attached_instances.supervise(owner, self._frontend, self.timeline, *given)
         self._frontend.reached.update(await self._processes.start(setups))
 
     @property

@@ -106,14 +106,14 @@ class InstanceClient:
         """
         self._process = place.process
         self.setup = msgspec.structs.replace(self.setup, host=name_host(place.address))
-        self._channel = channel = await (_connect_when_up if place.listen_s else _connect_by_hand)(place, secret)
+        self._channel = channel = await (_connect_when_up if place.listen_s else connect_by_hand)(place, secret)
         channel.send(encode(self.setup))
         answer: Value = StillBusy()
         while isinstance(answer, StillBusy):
             self.last_heard = time.monotonic()
             answer = decode(await channel.receive())
         if isinstance(answer, InstanceFailure):
-            raise _to_error(answer)
+            raise to_error(answer)
         if not isinstance(answer, InstanceInfo):
             raise TransportError(f"instance {self.name} answered its Setup with {type(answer).__name__}", "control")
         dispute = self._weights.compare(self.name, self.setup.epoch, answer.hello.weights)
@@ -188,7 +188,7 @@ class InstanceClient:
                 self.last_heard = time.monotonic()
                 message = decode_or_end(frame, self.name, self._watcher.send_to_frontend)
                 if isinstance(message, InstanceFailure):
-                    why, self.problem = f"{message.error}: {message.message}", _to_error(message)
+                    why, self.problem = f"{message.error}: {message.message}", to_error(message)
                 else:
                     self._take(message)
         except TransportError as error:
@@ -205,7 +205,7 @@ class InstanceClient:
             if message.why is None:
                 self._report(Linked(*life, message.peer, message.epoch))
             else:
-                self.problem = _to_error(message.why)
+                self.problem = to_error(message.why)
                 peer, for_good = (message.peer, message.epoch), message.why.error == LayoutMismatch.__name__
                 self._report(Refused(*life, message.why.message, *peer, for_good))
         elif isinstance(message, LinkEnded):
@@ -230,11 +230,11 @@ class InstanceClient:
             self._report(Refused(self.name, self.setup.epoch, dispute.why, dispute.name, dispute.epoch))
 
 
-async def _connect_by_hand(place: InstancePlace, secret: bytes) -> Channel:
-    """Connect to an instance that was started by hand; errors say what to do on its side."""
+async def connect_by_hand(place: InstancePlace, secret: bytes, name: str = FRONTEND) -> Channel:
+    """Connect the front end ``name`` to an instance that was started by hand; errors say what to do on its side."""
     address = place.address
     try:
-        return await connect(address, secret, encode(Hello(FRONTEND)), tls=place.tls)
+        return await connect(address, secret, encode(Hello(name)), tls=place.tls)
     except PeerLost as error:
         text = f"{error}; start an instance there: python -m trinity.instance --listen {address}"
         raise PeerLost(text, "control", str(address)) from error
@@ -261,7 +261,8 @@ async def _connect_when_up(place: InstancePlace, secret: bytes) -> Channel:
         await asyncio.sleep(LISTEN_POLL_S)
 
 
-def _to_error(broken: InstanceFailure) -> TrinityError:
+def to_error(broken: InstanceFailure) -> TrinityError:
+    """Make the error that an instance tells of."""
     if broken.error == "OfferRefused":
         return OfferRefused(broken.message, broken.reason, "control")
     if broken.error == "UnknownName":  # the message lists the names that the other side knows

@@ -22,14 +22,15 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from trinity.core.messages import FRONTEND
+from trinity.core.values import FRONTEND, is_frontend
 from trinity.errors import ConfigError, HandshakeError, TransportError, TrinityError
 from trinity.memory.block_memory import BlockMemory
 from trinity.remote.channel import SECRET_VARIABLE, SHORTEST_SECRET, TIMEOUT_S, Address, Channel
+from trinity.remote.fellow_front_ends import START_FIRST, refuse
 from trinity.remote.listener import listen
 from trinity.remote.session import InstanceSession
 from trinity.remote.tls import TLS_FILES, TLSConfig, join_files
-from trinity.remote.wire import Hello, InstanceFailure, Setup, decode, encode
+from trinity.remote.wire import Attach, Hello, InstanceFailure, Setup, decode, encode
 from trinity.transport.ucx_environment import take_interface_of
 
 logger = logging.getLogger("trinity")
@@ -76,6 +77,8 @@ class InstanceServer:
             hello = decode(channel.hello)
             if isinstance(hello, Hello) and hello.name == FRONTEND:
                 await self._serve(channel)
+            elif isinstance(hello, Hello) and is_frontend(hello.name):
+                await self._attach(channel, hello.name)
             elif self.session is not None:
                 await self.session.greet(channel)
         except (TransportError, TimeoutError) as error:
@@ -97,6 +100,17 @@ class InstanceServer:
         async with self._turn:
             self._waiting = False
             await self._session(channel, setup)
+
+    async def _attach(self, channel: Channel, name: str) -> None:
+        """Have the session serve one more front end."""
+        async with asyncio.timeout(TIMEOUT_S):
+            said = decode(await channel.receive())
+        if not isinstance(said, Attach) or said.name != name:
+            raise HandshakeError(f"{name} must say first that it attaches", "control")
+        if self.session is None:
+            await refuse(channel, f"the instance at {self._address} serves no pipeline: {START_FIRST}", "idle")
+        else:
+            await self.session.fellows.attach(channel, said)
 
     async def _session(self, channel: Channel, setup: Setup) -> None:
         self.session = InstanceSession(self.secret, self._address, self.ended, self.model, self.tls)

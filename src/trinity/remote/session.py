@@ -9,7 +9,7 @@ import asyncio
 import logging
 import ssl
 import weakref
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -20,11 +20,13 @@ from trinity.connector import Connector
 from trinity.core.messages import PeerDown as PeerGone
 from trinity.core.messages import PeerLoad, Value
 from trinity.core.routing import routing_policy
+from trinity.core.values import is_frontend
 from trinity.errors import HandshakeError, PeerLost, TransportError, TrinityError
 from trinity.memory.block_memory import BlockMemory
 from trinity.memory.weight_digests import LoadedFiles, known_whole_digest
 from trinity.remote.agreement import check_layouts, hash_weights
 from trinity.remote.channel import TIMEOUT_S, Address, Channel, connect
+from trinity.remote.fellow_front_ends import REPORT_BACKLOG, Fellows
 from trinity.remote.handshake import BrokenHandshake
 from trinity.remote.instance_setup import describe_layouts, identify_model, load_instance, make_instance_connector
 from trinity.remote.request_faults import decode_or_end, encode_all, end_requests, requests_of
@@ -53,7 +55,6 @@ from trinity.timeline import Timeline
 logger = logging.getLogger("trinity")
 BUSY_BEAT_S = 1.0  # while the model is loaded, or the core computes digests
 RETRY_S = 0.1  # between two attempts to reach a peer
-REPORT_BACKLOG = 1 << 20  # bytes that the front end has not read
 MAX_SLICES = 50_000  # of the timeline, which is sent to the front end in one frame at the end
 
 
@@ -91,6 +92,7 @@ class InstanceSession:
         self._links: dict[str, asyncio.Event] = {}
         self._meeting: dict[str, tuple[int, asyncio.Task[None]]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self.fellows = Fellows(address)
 
     # ------------------------------------------------------------ the front end's channel
 
@@ -133,10 +135,16 @@ class InstanceSession:
         up = self.host.announcement()
         self.host.post(up)
         self.host.start()
-        channel.send(encode(InstanceInfo(up, self.hello, pools, self._address)))
+        info = InstanceInfo(up, self.hello, pools, self._address)
+        channel.send(encode(info))
         self._start(_beat_while_digesting(channel, self.host))
         self._unread = (directory, files) if not weights and setup.paced is None else None
-        await self._follow(channel)
+        try:
+            await self._follow(channel, lambda host: self.fellows.open(host, info, setup.config))
+        except TransportError:
+            if not self.fellows.channels:
+                raise
+        await self.fellows.outlive_first(channel)
 
     async def _report_weights(self, channel: Channel, directory: Path, loaded: LoadedFiles) -> None:
         try:
@@ -144,13 +152,16 @@ class InstanceSession:
         except OSError as error:
             logger.error("%s cannot read its weights again, to compare them: %s", self.hello.name, error)
 
-    async def _follow(self, channel: Channel) -> None:
+    async def _follow(self, channel: Channel, begin: Callable[[InstanceHost], None]) -> None:
         """Carry out messages of the front end until it stops the instance or is gone."""
         assert self.host is not None
         async for frame in channel:
             message = decode_or_end(frame, self.hello.name, self.send_to_frontend)
             if message is None:
                 continue
+            if isinstance(message, StopInstance) and self.fellows.channels:
+                channel.send(encode(Slices(self.timeline.rows())))
+                return await channel.aclose()
             if isinstance(message, StopInstance):
                 self.leaving = True
                 self.host.stop(message.at_once)
@@ -161,6 +172,8 @@ class InstanceSession:
             if isinstance(message, Peers):
                 for peer in message.peers:
                     self._meet(channel, peer)
+                if not message.peers:
+                    begin(self.host)
                 if not message.peers and self._unread is not None:
                     unread, self._unread = self._unread, None
                     self._start(self._report_weights(channel, *unread))
@@ -171,6 +184,7 @@ class InstanceSession:
                 self.host.post(message)
 
     async def _end(self) -> None:
+        self.fellows.close()
         if self.host is not None:
             self.host.stop(at_once=True)
             await self.host.join()
@@ -263,7 +277,7 @@ class InstanceSession:
             async for frame in channel:
                 if self._peers.get(name) is not channel:
                     break  # it was dropped: its core has heard that this peer is lost, and nothing may follow that
-                message = decode_or_end(frame, self.hello.name, self.send_to_frontend)
+                message = decode_or_end(frame, self.hello.name, self._tell_all)
                 if message is not None:
                     host.post(message)
         except TransportError as error:
@@ -293,7 +307,10 @@ class InstanceSession:
     # ------------------------------------------------------------ the network of the host (``trinity.runtime.host``)
 
     def send_to_peer(self, name: str, message: Value) -> None:
-        """Send a message to a peer, on the thread of the core. One that cannot be sent ends its own request alone."""
+        """Send to a peer or a fellow, on the thread of the core. What cannot be sent ends its own request alone."""
+        if is_frontend(name):
+            self.loop.call_soon_threadsafe(self.fellows.send, name, [message], self.hello.name)
+            return
         try:
             self.loop.call_soon_threadsafe(self._send, name, encode(message))
         except UnsendableMessage as error:
@@ -301,7 +318,12 @@ class InstanceSession:
             ended: list[Value] = [
                 *end_requests(requests_of(message, self.host.core.state), error, (self.hello.name, name))
             ]
-            self.loop.call_soon_threadsafe(self.send_to_frontend, ended)
+            self.loop.call_soon_threadsafe(self._tell_all, ended)
+
+    def _tell_all(self, messages: list[Value]) -> None:
+        """Tell every front end: whose request it is nobody knows here."""
+        self.send_to_frontend(messages)
+        self.fellows.send_to_all(messages, self.hello.name)
 
     def send_to_frontend(self, messages: list[Value]) -> None:
         """Send messages to the front end. While it does not read it is spared load reports, which would pile up."""

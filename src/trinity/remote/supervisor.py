@@ -52,6 +52,8 @@ class ProcessConfig:
       may be on other hosts, and move blocks by a transport that leaves theirs. It is closed with the pipeline.
     - ``launcher_waits_s`` (seconds, 120): the process that forks instances, with torch in it, waits so long for the
       program's next pipeline, unless a ``secret`` was given; 0 ends it with its own.
+    - ``attach`` (False): serve beside the pipeline that has set the instances up, and share them. Each has its address,
+      name and roles as there. That one restarts and switches them; either may end without harm to the other's requests.
     - ``on_change`` (None): called with the ``InstanceHealth`` of an instance whose state has changed.
 
     Raises ``ConfigError`` for a silence shorter than an instance's own pauses, a wait that is none, and for
@@ -65,6 +67,7 @@ class ProcessConfig:
     supply: Supply | None = None
     launcher_waits_s: float = LAUNCHER_WAITS_S
     trusted_network: bool = False
+    attach: bool = False
 
     def __post_init__(self) -> None:
         if self.secret is not None:
@@ -215,6 +218,8 @@ def check_hosting(hosting: str, instances: Sequence[Instance], config: ProcessCo
     addresses = parse_addresses(instances)
     if addresses and hosting == "thread":
         raise ConfigError("instances with an address are processes: use hosting='process' with them")
+    if config.attach and (config.supply is not None or len(addresses) < len(instances)):
+        raise ConfigError("ProcessConfig(attach=True) starts no instance: give each its address=, and no supply=")
     if config.supply is not None and hosting == "thread":
         raise ConfigError("instances of a supply are processes: use hosting='process' with it")
     for name, address in addresses.items():

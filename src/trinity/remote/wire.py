@@ -150,6 +150,13 @@ class Setup(Value, frozen=True, kw_only=True):
     host: str = ""
 
 
+class Attach(Value, frozen=True):
+    """A further front end to an instance that serves already: its name, and the digest of its copy of config.json."""
+
+    name: str
+    config: str = ""
+
+
 class InstanceInfo(Value, frozen=True):
     """Instance to front end: it has loaded. ``pools``: descriptors by kind; peers connect to ``address``."""
 
@@ -279,6 +286,7 @@ def _check_tensor(header: _TensorHeader) -> None:
 
 ControlMessage = (
     InstanceFailure
+    | Attach
     | Cancel
     | Caught
     | Commit
