@@ -30,7 +30,7 @@ from trinity.pipeline.switch_order import (
 from trinity.pipeline.thread_instances import ThreadInstances
 from trinity.placement import Placement
 from trinity.planner import Plan
-from trinity.remote import attached_instances, instance_processes, planned_restart, supervisor
+from trinity.remote import instance_processes, planned_restart, supervisor
 from trinity.remote.wire import Setup
 from trinity.runtime import loader
 from trinity.runtime.host import InstanceHost, LoadedInstance
@@ -86,7 +86,7 @@ class PlacementChanges:
     _frontend: FrontendHost
     _serving_config: loader.ServingConfig
     _process_config: supervisor.ProcessConfig
-    _processes: instance_processes.InstanceSupervisor | attached_instances.AttachedInstances | None = None
+    _processes: instance_processes.InstanceSupervisor | None = None
     _changing = ""
 
     async def switch(self, name: str, roles: str, *, drain_s: float = DRAIN_S) -> Switch:
@@ -229,7 +229,7 @@ class PlacementChanges:
     async def _begin(self, spec: Instance) -> Switch:
         """Begin one more instance."""
         instances, began = [*self.instances, spec], time.perf_counter()
-        if isinstance(self._processes, instance_processes.InstanceSupervisor):
+        if self._processes is not None:
             by_hand = self._processes.attach(spec)
             setups = self._make_setups(instances)
             loaded_at = await planned_restart.begin_life(self._processes, spec.name, setups, by_hand)
@@ -246,7 +246,7 @@ class PlacementChanges:
         former = next(each for each in self.instances if each.name == name)
         instances, began = [each for each in self.instances if each is not former], time.perf_counter()
         emptying = _Emptying(self._frontend, name, drain_s)
-        if isinstance(self._processes, instance_processes.InstanceSupervisor):
+        if self._processes is not None:
             await planned_restart.end_life(self._processes, name, emptying.wait())
         else:
             await self._threads.end(name, emptying.wait())
@@ -260,7 +260,7 @@ class PlacementChanges:
         instances = [spec if each is former else each for each in self.instances]
         began = time.perf_counter()
         emptying = _Emptying(self._frontend, spec.name, drain_s)
-        if isinstance(self._processes, instance_processes.InstanceSupervisor):
+        if self._processes is not None:
             setups = self._make_setups(instances)
             loaded_at = await planned_restart.replace_life(self._processes, spec.name, setups, emptying.wait())
         else:

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Coroutine, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 
@@ -18,7 +18,7 @@ from trinity.core.values import FRONTEND
 from trinity.errors import ConfigError, TransportError, TrinityError
 from trinity.remote.channel import TIMEOUT_S, Address
 from trinity.remote.instance_client import InstanceClient, Watcher, connect_by_hand, to_error
-from trinity.remote.instance_processes import InstanceSupervisor
+from trinity.remote.instance_processes import CLOSE_S, InstanceSupervisor
 from trinity.remote.supervisor import ProcessConfig
 from trinity.remote.supervisor_messages import Event, InstanceHealth, Lost
 from trinity.remote.supply import InstancePlace
@@ -27,7 +27,6 @@ from trinity.timeline import Timeline
 
 logger = logging.getLogger("trinity")
 AGAIN_S = 0.5  # between two tries to reach one that was lost
-CLOSE_S = 60.0  # for the steps of cancelled requests to end
 
 
 def name_frontend(config: ProcessConfig) -> str:
@@ -189,9 +188,12 @@ class AttachedInstances:
 
 def supervise(
     owner: str, watcher: Watcher, timeline: Timeline, addresses: Mapping[str, Address], *rest: Any
-) -> InstanceSupervisor | AttachedInstances:
-    """Make what a pipeline has its instances by; ``rest``: the secret and the ``ProcessConfig``."""
+) -> InstanceSupervisor:
+    """Make what a pipeline has its instances by; ``rest``: the secret and the ``ProcessConfig``.
+
+    An ``AttachedInstances`` has all that a pipeline calls but for changes of its instances, which are refused before.
+    """
     secret, config = rest
     if config.attach:
-        return AttachedInstances(owner, watcher, timeline, addresses, secret, config)
+        return cast(InstanceSupervisor, AttachedInstances(owner, watcher, timeline, addresses, secret, config))
     return InstanceSupervisor(watcher, timeline, addresses, secret, config)

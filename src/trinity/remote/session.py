@@ -26,7 +26,8 @@ from trinity.memory.block_memory import BlockMemory
 from trinity.memory.weight_digests import LoadedFiles, known_whole_digest
 from trinity.remote.agreement import check_layouts, hash_weights
 from trinity.remote.channel import TIMEOUT_S, Address, Channel, connect
-from trinity.remote.fellow_front_ends import REPORT_BACKLOG, Fellows
+from trinity.remote.fellow_front_ends import REPORT_BACKLOG as REPORT_BACKLOG
+from trinity.remote.fellow_front_ends import Fellows
 from trinity.remote.handshake import BrokenHandshake
 from trinity.remote.instance_setup import describe_layouts, identify_model, load_instance, make_instance_connector
 from trinity.remote.request_faults import decode_or_end, encode_all, end_requests, requests_of

@@ -45,7 +45,7 @@ class Return(NamedTuple):
     """To a dead instance's shell: begin the next life."""
 
 
-class Attach(NamedTuple):
+class FrontendArrival(NamedTuple):
     """To the shell of a front end that is not there yet: begin."""
 
 

@@ -58,7 +58,7 @@ from trinity.testing.conditions import Faults as Faults
 from trinity.testing.conditions import count_up, fail_pull, report_layers
 from trinity.testing.conditions import make_settings as make_settings
 from trinity.testing.conditions import predict_steps as predict_steps
-from trinity.testing.lives import Attach, ChannelOpened, Departure, Kill, Lives, Return
+from trinity.testing.lives import ChannelOpened, Departure, FrontendArrival, Kill, Lives, Return
 from trinity.testing.readers import RequestRecord as RequestRecord
 from trinity.testing.readers import label_reader as label_reader
 
@@ -144,7 +144,7 @@ class VirtualCluster(EventLoop):
 
     def attach(self, name: str, at: float) -> None:
         """Begin one more front end at this time. When it comes to know each instance is drawn."""
-        self.put(at, next(self._sequence), name, Attach())
+        self.put(at, next(self._sequence), name, FrontendArrival())
 
     def switch(self, name: str, at: float, becomes: Settings, drain_s: float = 1.0, change_s: float = 0.5) -> None:
         """Have an instance leave at this time, end ``drain_s`` later, and come back with these settings' roles."""
@@ -183,7 +183,7 @@ class VirtualCluster(EventLoop):
                 self.put(end, number, name, event)
                 return None
         self._addressed.pop(number, None)
-        if isinstance(event, (Kill, Return, ChannelOpened, Attach)):
+        if isinstance(event, (Kill, Return, ChannelOpened, FrontendArrival)):
             return self._turn(name, event)
         if isinstance(event, Departure):
             return PeerLeaving(event.name, self.lives.epochs[event.name], leaving=True)
@@ -191,13 +191,13 @@ class VirtualCluster(EventLoop):
             self.lives.hear(name, event.name)
         return self._check_pull(name, event) if isinstance(event, Pulled) else event
 
-    def _turn(self, name: str, event: Kill | Return | ChannelOpened | Attach) -> Value | None:
+    def _turn(self, name: str, event: Kill | Return | ChannelOpened | FrontendArrival) -> Value | None:
         """Carry out a death, a return or a new channel. Returns what the core hears of it."""
         if isinstance(event, Kill) and name in self.cores:
             self._die(name, event)
         elif isinstance(event, Kill):
             self._lose_frontend(name)
-        elif isinstance(event, Attach):
+        elif isinstance(event, FrontendArrival):
             self._add_frontend(name)
         elif isinstance(event, Return):
             if FRONTEND in self.lives.dead:
