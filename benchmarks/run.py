@@ -31,6 +31,7 @@ NAMES = {  # in the order of the page, each with its module
     "ablation": "serving.ablation",
     "ttft_methods": "serving.ttft_methods",
     "encoders": "serving.encoders",
+    "leading": "serving.leading",
     "transports": "transfers.transports",
     "overlap": "transfers.overlap",
     "moves": "transfers.moves",

@@ -15,7 +15,14 @@ import pytest
 from support.emulated_instances import HEIGHT, IMAGES, MODEL, SHAPE, SOURCE, TARGET, Site, moved, prefilled, work_of
 from trinity.core.messages import IMAGE, KV, Open, Step
 from trinity.costs.emulated_cost import LinearCost
-from trinity.emulation.content import expected_tokens, feature_words, identity_words, prefix_words, prompt_ids
+from trinity.emulation.content import (
+    PLACEHOLDER,
+    expected_tokens,
+    feature_words,
+    identity_words,
+    prefix_words,
+    prompt_ids,
+)
 from trinity.emulation.model import LLAVA_15_7B, EmulatedModel, EmulatedRequest, EmulatedShape
 from trinity.emulation.processor import EmulatedProcessor
 from trinity.emulation.sleep import EmulatedDevice
@@ -293,11 +300,24 @@ def test_an_image_of_several_tiles_is_cut_into_strips() -> None:
         (EmulatedRequest(text_tokens=2, image_tokens=(6,), contents=("a", "b")), BadMedia),
         (EmulatedRequest(text_tokens=2, images=["cat.jpg"]), BadMedia),
         (EmulatedRequest(text_tokens=2, max_tokens=0), RequestError),
+        (EmulatedRequest(text_tokens=2, leading_tokens=3), RequestError),
+        (EmulatedRequest(text_tokens=2, leading_tokens=-1), RequestError),
+        (EmulatedRequest(text_tokens=2, leading_tokens=1, hash_ids=("a",)), RequestError),
     ],
 )
 def test_a_bad_request_is_refused(request_: Request, error: type[Exception]) -> None:
     with pytest.raises(error):
         EmulatedProcessor(MODEL).process(request_)
+
+
+def test_leading_tokens_stand_before_the_images_and_the_rest_behind() -> None:
+    request = EmulatedRequest(text_tokens=9, leading_tokens=5, image_tokens=(6, 4), text="t", contents=("a", "b"))
+    work = EmulatedProcessor(MODEL).process(request).work
+    text = tuple(prompt_ids("t", 9, SHAPE.vocabulary))
+    assert work.prompt == (*text[:5], *(PLACEHOLDER,) * 10, *text[5:])
+    assert [(span.offset, span.length) for span in work.media] == [(5, 6), (11, 4)]
+    plain = EmulatedProcessor(MODEL).process(msgspec.structs.replace(request, leading_tokens=0)).work
+    assert plain.prompt == (*(PLACEHOLDER,) * 10, *text)
 
 
 def test_a_model_of_text_alone_takes_no_images() -> None:

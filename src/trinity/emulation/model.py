@@ -192,6 +192,7 @@ class EmulatedRequest(Request, frozen=True, kw_only=True):
     """Request of an emulated pipeline, given as counts; its images come first, then its text.
 
     text_tokens (tokens, 1): text of the prompt.
+    leading_tokens (tokens, 0): how much of the text stands before the images; not with ``hash_ids``.
     image_tokens (()): for each image its visual tokens, or (width, height) in pixels for the model's rule.
     contents (names, ()): contents of the images; equal names are equal images. Without names nothing is shared.
     text (name, None): content of the text; requests with equal names share prefixes.
@@ -203,6 +204,7 @@ class EmulatedRequest(Request, frozen=True, kw_only=True):
 
     prompt: str | None = ""
     text_tokens: int = 1
+    leading_tokens: int = 0
     image_tokens: tuple[int | tuple[int, int], ...] = ()
     contents: tuple[str, ...] = ()
     text: str | None = None

@@ -56,6 +56,7 @@ class EmulatedProcessor(RequestProcessor):
             raise RequestTooLarge(
                 f"{text}: a prompt needs at least one token of text and room for one of output", request.request_id
             )
+        _check_leading(request)
         wanted, room = self.defaults.max_tokens(request, prompt), self.context_length - prompt
         sampling = self.defaults.complete(request.sampling, prompt)
         work = Work(
@@ -95,20 +96,30 @@ class EmulatedProcessor(RequestProcessor):
         return images
 
     def _prompt(self, request: EmulatedRequest, visual: int) -> tuple[int, ...]:
-        """Build the prompt: placeholders of the images, then the tokens that the text's names stand for."""
+        """Build the prompt: placeholders of the images among the tokens that the text's names stand for."""
         vocabulary, text = self.model.shape.vocabulary, list[int]()
         for at, name in enumerate(request.hash_ids):
             text += prompt_ids(name, HASH_TOKENS, vocabulary)[max(0, visual - at * HASH_TOKENS) :]
         rest = request.text_tokens - len(text)
         if rest > 0:
             text += prompt_ids(request.request_id if request.text is None else request.text, rest, vocabulary)
-        return (PLACEHOLDER,) * visual + tuple(text[: request.text_tokens])
+        lead = request.leading_tokens
+        return (*text[:lead], *(PLACEHOLDER,) * visual, *text[lead : request.text_tokens])
+
+
+def _check_leading(request: EmulatedRequest) -> None:
+    """Raise ``RequestError`` where not so much text can stand before the images."""
+    lead, text = request.leading_tokens, request.text_tokens
+    if not 0 <= lead <= text:
+        raise RequestError(f"leading_tokens is 0 to text_tokens ({text}), got {lead}", request.request_id)
+    if lead and request.hash_ids:
+        raise RequestError("leading_tokens cannot be with hash_ids, which place all of the text", request.request_id)
 
 
 def _spans(request: EmulatedRequest, images: Sequence[int], tile: int, most: int) -> tuple[MediaSpan, ...]:
     """List the strips of all images; each image is one where it has no tiles."""
     spans: list[MediaSpan] = []
-    offset = 0
+    offset = request.leading_tokens
     for at, (count, asked) in enumerate(zip(images, request.image_tokens, strict=True)):
         name = request.contents[at] if request.contents else f"{request.request_id}.{at}"
         width, height = asked if isinstance(asked, Sequence) else (0, 0)
