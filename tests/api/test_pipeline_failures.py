@@ -233,7 +233,7 @@ async def test_reads_that_fail_now_and_then_among_many_requests() -> None:
         found = await asyncio.gather(*(pipe.complete(case.request()) for case in cases), return_exceptions=True)
         failures = [each for each in found if isinstance(each, BaseException)]
         assert failures
-        assert all(type(each) is MigrationError for each in failures)
+        assert {type(each) for each in failures} == {MigrationError}, failures
         served = [(case, each) for case, each in zip(cases, found, strict=True) if not isinstance(each, BaseException)]
         assert served
         assert all(output.token_ids == case.tokens for case, output in served)

@@ -172,6 +172,23 @@ def test_a_target_that_says_first_that_its_source_is_lost_tells_of_a_death() -> 
     assert [death.life.name for death in core.entries["r"].deaths] == ["E0"]
 
 
+def test_reads_that_fail_from_instances_that_are_up_are_no_deaths() -> None:
+    """To a target a source that cannot be read looks like a lost one, whether it died or not."""
+    core = recovering("E0 E1 P0 D0", recoveries=9)
+    core.handle(Submit(work("r", "cat", 1)), 0.0)
+    for life in range(4):
+        name = "r" if not life else f"r~1.{life}"
+        first = core.entries["r"].first
+        core.handle(Moved(name, life, "P0", 1), life + 0.2)
+        end = replace(told("r", life, cause="PeerLost"), request=name)
+        assert end.failure is not None
+        fields = {"cause": "PeerLost", "source": first}
+        assert core.handle(replace(end, failure=replace(end.failure, fields=fields)), life + 0.5)
+        assert core.entries["r"].row == 1, "the read before this one was no death: its source is up"
+    core.handle(PeerDown(core.entries["r"].deaths[-1].life.name), 9.0)
+    assert core.entries["r"].row == 1
+
+
 def test_a_death_that_explains_an_earlier_loss_is_counted_when_it_is_heard() -> None:
     core = recovering("E0 P0 P1 D0", recoveries=9)
     core.handle(Submit(work("r", "cat", 1)), 0.0)

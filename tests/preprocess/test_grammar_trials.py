@@ -18,6 +18,7 @@ from trinity.request import Request, Sampling, Structured
 def processor(monkeypatch: pytest.MonkeyPatch) -> Iterator[RequestProcessor]:
     monkeypatch.setattr(grammars, "QUICK_S", 0.4)
     monkeypatch.setattr(grammars, "CPU_S", 0.8)
+    monkeypatch.setattr(grammars, "_PATIENCE_S", 300.0)  # a busy machine may take long for 0.8 s of CPU
     made = RequestProcessor(checkpoint("llama"))
     yield made
     made.close()

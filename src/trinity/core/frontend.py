@@ -27,7 +27,9 @@ from trinity.core.frontend_losses import (
     end_of_loss,
     find_death,
     find_loss,
+    is_passed_by,
     is_planned,
+    lives_on,
     may_be_prefilled,
     refuse_poison,
     was_given_back,
@@ -198,7 +200,7 @@ class FrontendCore(FrontendDepartures):
 
     def _moved(self, event: Moved, now: float) -> None:
         entry = self._current(event.request, event.attempt, event.to)
-        if entry is not None:
+        if entry is not None and not is_passed_by(entry, event, self.router):
             self._out += note_moved(entry, event)
             self._check_lives(entry, now)
 
@@ -346,6 +348,7 @@ class FrontendCore(FrontendDepartures):
         if death is None or not self.failures.recoveries:
             return None
         death = death._replace(alone=self.isolation.is_alone(entry, death.life))
+        entry.withdraw_deaths(lambda life: lives_on(self.router, life))
         entry.note_death(death, now)
         if entry.row < self.failures.deaths or entry.deaths[-1] != death or not death.alone:
             return None

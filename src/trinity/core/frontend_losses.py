@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trinity.core.frontend_request import Death, FrontendRequest, Life
-from trinity.core.messages import KV, Failure, Finished
+from trinity.core.messages import KV, Failure, Finished, Moved
 from trinity.core.routing import Router
 
 
@@ -46,6 +46,15 @@ def may_come_back(entry: FrontendRequest, last: int, router: Router) -> bool:
     first = not entry.aborted and not entry.work.attempt and not entry.work.alone
     prefilled = entry.prefilled is not None and entry.prefilled[:2] == source
     return first and entry.let_go != entry.hops[last] and entry.delivered <= entry.base + prefilled
+
+
+def is_passed_by(entry: FrontendRequest, event: Moved, router: Router) -> bool:
+    """True where a source has a request again of which another instance that is up has spoken at the same hop.
+
+    The lost target had moved it there, and its Release was cut off.
+    """
+    there = entry.hops.get(event.hop)
+    return there is not None and there.name != event.to and not event.source and lives_on(router, there)
 
 
 def was_given_back(entry: FrontendRequest, life: Life, router: Router) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any, NamedTuple
@@ -131,6 +131,12 @@ class FrontendRequest:
         self.row = 1 if self.has_passed else self.row + 1
         self.deaths += (death,)
         self.died_at = now
+
+    def withdraw_deaths(self, up: Callable[[Life], bool]) -> None:
+        """Count no deaths of lives that are up: their reads failed, which looks like a death until it is known better."""
+        kept = [each for each in self.deaths if not up(each.life)]
+        self.row -= sum(up(each.life) for each in self.deaths[len(self.deaths) - self.row :])
+        self.deaths = tuple(kept)
 
     def note_late_death(self, life: Life, roles: str, now: float) -> None:
         """Count a death that explains why the life before ended: nobody knew of it then."""

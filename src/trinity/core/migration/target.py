@@ -18,7 +18,7 @@ from trinity.core.instance.preemption import hold_features
 from trinity.core.instance.queues import Queue
 from trinity.core.instance.request_state import COPIED, IncomingTransfer, RequestState
 from trinity.core.instance.state import State
-from trinity.core.messages import IMAGE, KV, Caught, Commit, Offer, Open, Pulled, Ready, Withdraw
+from trinity.core.messages import IMAGE, KV, Caught, Commit, Offer, Open, Pulled, Ready, Release, Withdraw
 from trinity.core.migration.kv_target import (
     conclude_record,
     finish_piece,
@@ -38,10 +38,17 @@ from trinity.core.migration.remote_features import (
 
 
 def handle_offer(s: State, event: Offer, now: float) -> None:
-    """Take in an offered request (step 1). It waits for blocks here, first in first out among migrations."""
+    """Take in an offered request (step 1). It waits for blocks here, first in first out among migrations.
+
+    One that is here already has come by another way: it moved here from an instance that was lost with its Release
+    unheard, so that the first source offers it once more (``trinity.core.migration.second_offers``).
+    """
     if s.settings.is_other_life(event.target_epoch) or refuse_offer(s, event):
         return
     work = replace(event.work, request=event.id) if event.moves else event.work
+    if work.request in s.requests:
+        s.send(event.source, Release(event.id, "cached"))
+        return
     route, told = (*event.route, s.settings.name), list(event.tokens)
     state = RequestState(work, now, route=route, incoming=IncomingTransfer(event, now), stored_tokens=told)
     s.take_in(state)
@@ -82,6 +89,9 @@ def handle_ready(s: State, event: Ready, now: float) -> None:
 def handle_commit(s: State, event: Commit, now: float) -> None:
     state = _state(s, event.id)
     if state is None or state.incoming is None or state.ending is not None:
+        return
+    if state.incoming.offer.moves and state.incoming.offer.work.request in s.requests:
+        end(s, state, now, "cancelled")  # its first source has offered it once more, before this
         return
     state.book_time(now)
     state.incoming.commit = event
