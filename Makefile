@@ -14,7 +14,7 @@ ifneq ($(shell test -x $(PY) && $(PY) -c 'import os, trinity; print(os.path.same
 $(shell rm -f $(STAMP))
 endif
 
-.PHONY: setup demo demo-text plan test test-all test-exact test-load server-load kills hostile test-gpu gpu-bundle check style types layers sizes writers aims house format bench bench-peers asan docs mutants clean
+.PHONY: setup demo demo-text plan test test-all test-exact test-load server-load kills virtual hostile test-gpu gpu-bundle check style types layers sizes writers aims house format bench bench-peers asan docs mutants clean
 .DELETE_ON_ERROR:
 
 setup: $(STAMP)
@@ -67,6 +67,10 @@ hostile: $(STAMP)
 # Instances and launchers killed and frozen under load, 400 times over shm, nixl, ucx and auto: minutes.
 kills: $(STAMP)
 	$(QUIET_CPU) $(PY) tests/sweeps/kills.py $(ARGS)
+
+# 20,000 runs in virtual time to which all happens at once that can happen, each checked after every event: a quarter of an hour.
+virtual: $(STAMP)
+	$(QUIET_CPU) $(PY) tests/sweeps/virtual_runs.py $(ARGS)
 
 # On a machine with a GPU and torch for it: no set-up here, which would install torch for CPUs. `gpu-bundle` packs, here, what it may lack.
 test-gpu:

@@ -299,3 +299,18 @@ def test_what_is_reserved_is_told_with_the_numbers_that_are_answered() -> None:
 def test_a_policy_of_deaths_that_cannot_be_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         FailurePolicy(**wrong)
+
+
+def test_where_the_one_encoder_decodes_too_but_cannot_hold_it_the_decoder_is_reserved_as_well() -> None:
+    """The encoder was taken for the place of both stages, and the request waited for ever for a decoder of its own."""
+    core = recovering("E0 P0 D0", recoveries=9)
+    small = replace(peer_up("ED1"), pools={"image": 64, "kv": 1})
+    core.handle(small, 0.0)
+    core.handle(PeerDown("E0"), 0.0)
+    core.handle(Submit(work("r", "cat", 4, max_tokens=20)), 0.0)
+    for epoch in (0, 1):
+        core.handle(Moved("r" if not epoch else "r~1.1", epoch, "P0", 1, 0, "ED1", 0), 0.5)
+        core.handle(Moved("r" if not epoch else "r~1.1", epoch, "D0", 2, epoch, "P0", 0), 0.5)
+        core.handle(PeerDown("D0"), 1.0 + epoch)
+        up(core, "D0", epoch + 1, 1.5 + epoch)
+    assert core.isolation.places == {"ED1": 0, "D0": 2}

@@ -85,6 +85,17 @@ def test_one_that_waits_for_its_stage_has_no_turn_meanwhile() -> None:
     assert brief(core.handle(replace(peer_up("P0"), epoch=2), 4.0)) == ["P0: submit a~1.2", "P0: submit b~2.2"]
 
 
+def test_of_those_whose_pauses_end_at_once_the_oldest_goes_first() -> None:
+    """Alarms of one moment are in order of names: the first by its name took the turn that an older one waited for."""
+    core = recovering("E0 P0 D0", **NARROW, recoveries=9)
+    for name in "dcba":
+        core.handle(Submit(work(name, 4, max_tokens=9)), 0.0)
+    for name in "abcd":
+        core.handle(told(name, 0, cause=NOWHERE), 1.0)
+    out = brief(core.handle(Tick(), 1.1))
+    assert out == ["P0: submit d~1.1", "P0: submit c~2.1"]
+
+
 def test_waiting_for_a_turn_ends_after_as_long_as_the_policy_says() -> None:
     core = with_four(wait_s=5.0)
     back(core)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from random import Random
 
 from support.scenarios import pressed_cluster, random_cluster
 from trinity.core.failure_policy import NO_RECOVERY, FailurePolicy
+from trinity.core.instance.settings import Settings
 from trinity.testing.virtual import VirtualCluster
 
 
@@ -49,12 +51,22 @@ def switching_cluster(seed: int, failures: FailurePolicy = NO_RECOVERY, deaths: 
     at = 0.0
     for _ in range(draw.choice([1, 1, 2, 4])):
         name = draw.choice(list(own))
-        others = {letter for other, settings in own.items() if other != name for letter in settings.roles}
-        needed = [letter for letter in letters if letter not in others]
-        more = [letter for letter in letters if letter in needed or draw.random() < 0.5] or [draw.choice(letters)]
-        roles = "".join(more)
-        kinds = {"image": set(roles) & {"E", "P"}, "kv": set(roles) & {"P", "D"}}
-        own[name] = replace(own[name], roles=roles, pools={kind: pools[kind] for kind in pools if kinds[kind]})
+        own[name] = change_roles(draw, name, own, letters, pools)
         at += draw.uniform(0.0, 1.5)
         cluster.switch(name, at, own[name], drain_s=draw.choice([0.0, 0.3, 2.0]), change_s=draw.choice([0.05, 0.5]))
     return cluster
+
+
+def change_roles(
+    draw: Random, name: str, own: Mapping[str, Settings], letters: Sequence[str], pools: Mapping[str, int]
+) -> Settings:
+    """Draw other roles for an instance, such that each of the stages ``letters`` is left to one of these instances.
+
+    pools: blocks by kind that an instance gets of each kind that its roles use.
+    """
+    others = {letter for other, settings in own.items() if other != name for letter in settings.roles}
+    needed = [letter for letter in letters if letter not in others]
+    more = [letter for letter in letters if letter in needed or draw.random() < 0.5] or [draw.choice(letters)]
+    roles = "".join(more)
+    kinds = {"image": set(roles) & {"E", "P"}, "kv": set(roles) & {"P", "D"}}
+    return replace(own[name], roles=roles, pools={kind: pools[kind] for kind in pools if kinds[kind]})

@@ -37,7 +37,11 @@ class Mover:
     def __init__(self, cluster: VirtualCluster, draw: Random, share: float) -> None:
         self.cluster, self.draw, self.share = cluster, draw, share
         self.aborted: set[str] = set()
-        self.decoders = [name for name, core in cluster.cores.items() if "D" in core.settings.roles]
+
+    @property
+    def decoders(self) -> list[str]:
+        """Names of the instances that decode, in their present or next life."""
+        return [name for name, core in self.cluster.cores.items() if "D" in core.settings.roles]
 
     def event(self, name: str, event: Value) -> None:
         if isinstance(event, Abort):
@@ -81,8 +85,10 @@ def moving_cluster(seed: int, deaths: bool = True) -> VirtualCluster:
         cluster.frontend.failures = POLICY
     move_s, precopy = draw.choice([0.1, 0.5, 5.0]), PRECOPY[seed % 3]
     for core in cluster.cores.values():
-        own = core.state.settings
-        core.state.settings = replace(own, transfers=replace(own.transfers, move_s=move_s, precopy=precopy))
+        own = core.settings  # of its next lives as well
+        core.settings = core.state.settings = replace(
+            own, transfers=replace(own.transfers, move_s=move_s, precopy=precopy)
+        )
     for name in cluster.cores:
         if draw.random() < 0.15:
             cluster.freeze(name, draw.uniform(0.0, 2.0), draw.choice([0.1, 1.0, 20.0]))

@@ -72,7 +72,7 @@ def spread_cluster(seed: int, failures: FailurePolicy, placement: str | None = N
             cluster.abort(work.request, at + draw.uniform(0.0, 1.0), draw.choice(["cancelled", "stop"]))
     if leases and draw.random() < 0.5:
         random_silence(draw, cluster)
-    _suspect(draw, cluster)
+    suspect_some(draw, cluster)
     return cluster
 
 
@@ -86,7 +86,7 @@ def strike(cluster: VirtualCluster, seed: int) -> VirtualCluster:
     return cluster
 
 
-def _suspect(draw: Random, cluster: VirtualCluster) -> None:
+def suspect_some(draw: Random, cluster: VirtualCluster) -> None:
     """Have an instance count as silent for a while, at some of the others."""
     for name in draw.sample(list(cluster.cores), draw.choice([0, 0, 1])):
         at, seconds = draw.uniform(0.0, 1.0), draw.uniform(0.0, 1.0)

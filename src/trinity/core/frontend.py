@@ -289,8 +289,10 @@ class FrontendCore(FrontendDepartures):
         self._settle(entry, now)  # it may have finished already, and waited for a token on a slower channel
 
     def _expire(self, event: Tick, now: float) -> None:
+        due: set[str] = set()
         while (request := self._alarms.pop(now)) is not None:
-            entry = self.entries[request]
+            due.add(request)
+        for entry in sorted((self.entries[each] for each in due), key=lambda each: each.work.number):  # turns go by age
             if entry.deadline <= now:
                 self._abort(Abort(entry.id, "deadline"), now)
             else:

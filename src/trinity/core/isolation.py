@@ -55,8 +55,9 @@ class Isolation:
         taken, wanted = self._count_others(entry), dict[str, int]()
         for letter, found in fitting.items():
             if letter in work.alone or all(work.is_alone_at(peer.roles) for peer in found):
-                place = self._choose(letter, entry, found, taken, now)
-                if place is not None and not any(letter in self._roles(name) for name in wanted):
+                able = {peer.name for lost in (False, True) for peer in self._router.holding(letter, work, lost)}
+                place = None if able & wanted.keys() else self._choose(letter, entry, found, taken, now)
+                if place is not None:
                     wanted[place.name] = place.epoch
         self._reserve(wanted)
         return all(name in self._router.peers and self._is_empty(name) for name in wanted)
