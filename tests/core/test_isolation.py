@@ -314,3 +314,21 @@ def test_where_the_one_encoder_decodes_too_but_cannot_hold_it_the_decoder_is_res
         core.handle(PeerDown("D0"), 1.0 + epoch)
         up(core, "D0", epoch + 1, 1.5 + epoch)
     assert core.isolation.places == {"ED1": 0, "D0": 2}
+
+
+def test_one_that_is_to_run_alone_and_that_no_prefill_can_hold_any_more_is_refused_at_once() -> None:
+    """It waited for ever for an encoder to be reserved, which none was, since nothing could come of it."""
+    core = recovering("ED0 P0 P1", alone_after=1, deaths=2)
+    core.handle(Submit(work("r", "cat", 4, max_tokens=20)), 0.0)
+    for name in ("P0", "P1"):
+        core.handle(PeerDown(name), 0.5)
+    small = [replace(peer_up(name), epoch=1, pools={"image": 64, "kv": 1}) for name in ("P0", "P1")]
+    core.handle(small[0], 1.0)
+    core.handle(PeerDown("ED0"), 2.0)
+    assert core.entries["r"].work.alone == "ED"
+    up(core, "ED0", 1, 3.0)
+    assert core.isolation.ward == "", "P1 is away, and may hold it"
+    end = end_of(core.handle(small[1], 4.0))
+    assert end.failure is not None
+    assert end.failure.error == "RequestTooLarge"
+    quiet(core)

@@ -44,7 +44,7 @@ from trinity.core.messages import (
 from trinity.testing.virtual import Faults, VirtualCluster
 
 TYPED = {"StageError", "RequestTooLarge", "Overloaded", "MigrationError", "DeadlineExceeded", "RequestError"}
-DELICATE = (
+DELICATE: tuple[type[Value], ...] = (
     *(Offer, Ready, Caught, Commit, Release, Moved, NotMoved, Submit, Emit, Finished, Fetch, Helped),
     *(PeerEmpty, PeerReserved),
 )
@@ -63,7 +63,7 @@ class Striker:
     def __init__(self, cluster: VirtualCluster, draw: Random, gentle: bool) -> None:
         self.cluster, self.draw, self.gentle = cluster, draw, gentle
         self.strikes, self.share = draw.choice([0, 1, 2, 4, 8]), draw.choice([0.003, 0.01, 0.05])
-        self.amid = draw.choice([*DELICATE, DELICATE, DELICATE])
+        self.amid: tuple[type[Value], ...] = draw.choice([*((kind,) for kind in DELICATE), DELICATE, DELICATE])
         self.changed_at, self.gone = -1.0, False
         self.pools = {
             kind: max(core.settings.pools.get(kind, 0) for core in cluster.cores.values()) for kind in ("image", "kv")

@@ -49,12 +49,11 @@ def find_misfit(router: Router, work: Work, losses: Mapping[str, str]) -> Failur
 
     losses: why each instance was lost last, by name.
     """
-    for letter in path_of(work):
-        if not router.can_serve(letter, work):
-            if router.awaits(letter, work):
-                return Failure("Overloaded", _away(router, letter, losses), {"stage": letter})
+    missing = [letter for letter in path_of(work) if not router.can_serve(letter, work)]
+    for letter in missing:  # first of all: what can never be served waits for nothing
+        if not router.awaits(letter, work):
             return _too_large(router, work, letter)
-    return None
+    return Failure("Overloaded", _away(router, missing[0], losses), {"stage": missing[0]}) if missing else None
 
 
 def _away(router: Router, letter: str, losses: Mapping[str, str]) -> str:

@@ -289,11 +289,11 @@ class FrontendCore(FrontendDepartures):
         self._settle(entry, now)  # it may have finished already, and waited for a token on a slower channel
 
     def _expire(self, event: Tick, now: float) -> None:
-        due: set[str] = set()
+        due: dict[str, FrontendRequest] = {}
         while (request := self._alarms.pop(now)) is not None:
-            due.add(request)
-        for entry in sorted((self.entries[each] for each in due), key=lambda each: each.work.number):  # turns go by age
-            if entry.deadline <= now:
+            due[request] = self.entries[request]
+        for entry in sorted(due.values(), key=lambda each: each.work.number if each.deadline > now else 0):
+            if entry.deadline <= now:  # these first, in order of time; turns go by age
                 self._abort(Abort(entry.id, "deadline"), now)
             else:
                 self._try_again(entry, now)

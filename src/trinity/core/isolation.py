@@ -47,7 +47,7 @@ class Isolation:
             return False
         work = entry.work
         fitting = {letter: list(self._router.holding(letter, work)) for letter in stages_of(work)}
-        missing = [letter for letter, found in fitting.items() if not found and letter not in work.alone]
+        missing = [letter for letter in path_of(work) if not fitting[letter] and letter not in work.alone]
         if missing:  # nothing is kept empty meanwhile; what nobody could ever hold is refused
             self.lift(entry)
             return not any(any(self._router.holding(letter, work, lost=True)) for letter in missing)
