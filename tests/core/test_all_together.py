@@ -21,13 +21,14 @@ from trinity.core.frontend_request import FrontendRequest
 from trinity.core.instance.settings import Settings
 from trinity.core.messages import Tick
 
-AT_ALL = 160
+AT_ALL = 130
 HAPPENS = (
     *("deaths", "survived", "halted", "switched", "moved", "refused", "lost", "moving", "late", "poison refused"),
     *("length", "stop", "cancelled", "encoded", "StageError", "MigrationError", "Overloaded", "DeadlineExceeded"),
 )
 
 
+@pytest.mark.timeout(900)
 def test_all_at_once_with_all_invariants() -> None:
     seen: Counter[str] = Counter()
     for seed in range(AT_ALL):

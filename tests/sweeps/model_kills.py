@@ -1,10 +1,13 @@
 """Kills, freezes and stops instances of a real model under load, by role and phase: every request is exact.
 
     python tests/sweeps/model_kills.py [--strikes 500] [--seed 0] [--schemes shm nixl ucx] [--recoveries 9]
+                                       [--moves 0.3]
 
 A tiny LLaVA in float32 serves in processes. Greedy tokens are compared with transformers' ``generate()``, sampled ones,
 with penalties and log-probabilities, with the same request served undisturbed. Each strike draws a role and waits until
-a request is there in the phase it drew. The table counts strikes by role, phase and placement, the longest gap between
+a request is there in the phase it drew: also amid a move, at the one that hands it on or at the one that is to have it.
+Meanwhile readers ask after a share (``--moves``) of their tokens that their decode go on elsewhere. Instances switch to
+all roles and back, too. The table counts strikes by role, phase and placement, the longest gap between
 two tokens by kind, and the goodput in the seconds after a strike beside that in calm. ``--recoveries 0`` shows the same
 without recovery: there typed errors are no failure of the sweep.
 """
@@ -35,15 +38,17 @@ from support.checkpoint_files import checkpoint
 from support.pipeline_options import pipeline_options
 from sweeps.kills import lives, send
 from trinity.core.failure_policy import FailurePolicy
-from trinity.errors import ConfigError, RequestError, TransportUnavailable
+from trinity.errors import ChangeRefused, ConfigError, MoveError, RequestError, TransportUnavailable
 from trinity.pipeline import Pipeline
+from trinity.pipeline.stream import Stream
 from trinity.request import Output, Request, Sampling
 from trinity.testing.oracle import Oracle
 
-PLACEMENTS = ("E+P+D", "EP+D", "ED+P", "EPD", "1E1P2D")
+PLACEMENTS = ("E+P+D", "EP+D", "ED+P", "EPD", "1E1P2D", "2EPD", "1EP2D")
 SCHEMES = ("shm", "nixl", "ucx")
-KINDS = ("kill", "kill", "freeze", "stumble")
+KINDS = ("kill", "kill", "kill", "freeze", "stumble", "switch")
 PHASES = ("before its first token", "amid its tokens")
+MOVES = ("hands a decode on", "is to have a decode")
 PHOTOS = sorted(paths.PHOTOS.glob("*.jpg"))
 AT_ONCE, PER_PIPELINE = 8, 10
 SILENCE_S, STUMBLE_S, END_S, AFTER_S, MEET_S = 2.0, 1.0, 120.0, 5.0, 3.0
@@ -79,6 +84,7 @@ class Tally:
     survived: int = 0
     failed: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
+    moves: Counter[str] = field(default_factory=Counter)  # by how they ended
 
     def note_whole(self, output: Output, kind: str) -> None:
         self.whole += 1
@@ -110,6 +116,7 @@ class Tally:
             rows.append(
                 f"gap after a {kind}: median {sorted(found)[len(found) // 2]:.2f} s, longest {max(found):.2f} s"
             )
+        rows.append("moves: " + ", ".join(f"{how} {number}" for how, number in sorted(self.moves.items())))
         rows.append(self.goodput())
         met = len({struck[2:] for struck in self.strikes})
         rows.append(f"{sum(self.strikes.values())} strikes, {met} of role x phase x placement; {self.whole} requests")
@@ -131,8 +138,11 @@ def join_spans(spans: Sequence[tuple[float, float]]) -> list[tuple[float, float]
 class Traffic:
     """Requests that are asked without a pause, ``AT_ONCE`` at a time, each held against what is right."""
 
-    def __init__(self, pipe: Pipeline, alone: Sequence[Output], draw: random.Random, tally: Tally) -> None:
-        self.pipe, self.alone, self.draw, self.tally = pipe, alone, draw, tally
+    def __init__(
+        self, pipe: Pipeline, alone: Sequence[Output], draw: random.Random, tally: Tally, moves: float
+    ) -> None:
+        self.pipe, self.alone, self.draw, self.tally, self.moves = pipe, alone, draw, tally, moves
+        self._moving: set[asyncio.Task[None]] = set()
         self.kind, self.ending, self._times = "", False, count()
         self._readers = [asyncio.ensure_future(self._ask()) for _ in range(AT_ONCE)]
 
@@ -145,7 +155,10 @@ class Traffic:
             stream = self.pipe.stream(request)
             try:
                 async with asyncio.timeout(END_S), stream as tokens:
-                    output = await tokens.collect()
+                    async for _ in tokens:
+                        if self.draw.random() < self.moves:
+                            self._begin_move(stream)
+                output = stream.output
                 self.tally.note_whole(output, self.kind)
                 self._compare(output, self.alone[number], whole=True)
             except TimeoutError:
@@ -156,6 +169,21 @@ class Traffic:
                     self._compare(stream.output, self.alone[number], whole=False)
                 await asyncio.sleep(0.02)
 
+    def _begin_move(self, stream: Stream) -> None:
+        """Have it go on at another instance that decodes; how that ends is counted."""
+        others = [name for name in self.pipe.processes if "D" in roles_of(name) and name != stream.place]
+        if others:
+            task = asyncio.ensure_future(self._move(stream, self.draw.choice(others)))
+            self._moving.add(task)
+            task.add_done_callback(self._moving.discard)
+
+    async def _move(self, stream: Stream, to: str) -> None:
+        try:
+            await stream.move(to)
+            self.tally.moves["moved"] += 1
+        except MoveError as error:
+            self.tally.moves[error.reason] += 1
+
     def _compare(self, output: Output, right: Output, *, whole: bool) -> None:
         if output.token_ids != right.token_ids[: None if whole else len(output.token_ids)]:
             self.tally.wrong.append(f"other tokens after {output.former_lives}: {output.token_ids}")
@@ -165,6 +193,12 @@ class Traffic:
     async def end(self) -> None:
         self.ending = True
         await asyncio.gather(*self._readers)
+        await asyncio.gather(*self._moving)
+
+
+def roles_of(name: str) -> str:
+    """Letters of the stages that an instance has by its name, and has again after each switch."""
+    return name.rstrip("0123456789")
 
 
 async def serve_undisturbed() -> list[Output]:
@@ -177,18 +211,23 @@ async def serve_undisturbed() -> list[Output]:
 
 def find_phase(pipe: Pipeline, name: str) -> str:
     """Phase of the requests that are at this instance, as far as the front end knows."""
-    there = [each for each in pipe._frontend.core.entries.values() if each.route and each.route[-1] == name]
+    entries = pipe._frontend.core.entries.values()
+    there = [each for each in entries if each.route and each.route[-1] == name]
     found = {PHASES[each.delivered > 0] for each in there}
+    found |= {MOVES[0] for each in there if each.moving} | {MOVES[1] for each in entries if each.moving == name}
     return " and ".join(sorted(found)) or "nothing there"
 
 
 async def strike(pipe: Pipeline, kind: str, role: str, phase: str, draw: random.Random) -> str:
     """Strike an instance of this role once a request is there in this phase; return what was there."""
-    name = draw.choice([each for each in pipe.processes if role in each.rstrip("0123456789")])
+    name = draw.choice([each for each in pipe.processes if role in roles_of(each)])
     until = time.monotonic() + MEET_S
     while phase not in find_phase(pipe, name) and time.monotonic() < until:
         await asyncio.sleep(0)
     met = find_phase(pipe, name)
+    if kind == "switch":
+        await switch_and_back(pipe, name)
+        return met
     victim = pipe.processes[name].process
     send(victim, signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
     if kind == "stumble":
@@ -197,25 +236,37 @@ async def strike(pipe: Pipeline, kind: str, role: str, phase: str, draw: random.
     return met
 
 
+async def switch_and_back(pipe: Pipeline, name: str) -> None:
+    """Have an instance take all roles, and then its own again."""
+    for roles in ("EPD" if roles_of(name) != "EPD" else "PD", roles_of(name)):
+        try:
+            await pipe.switch(name, roles)
+        except ChangeRefused as error:  # "PD" in place of the only E
+            print(f"  no switch: {error}")
+            return
+
+
 async def recover(pipe: Pipeline, before: dict[str, int], kind: str) -> None:
     """Wait until the loss was noticed, and every instance is up."""
-    while kind != "stumble" and lives(pipe) == before:
+    while kind not in ("stumble", "switch") and lives(pipe) == before:
         await asyncio.sleep(0.01)
     while {health.state for health in pipe.health.values()} != {"up"}:
         await asyncio.sleep(0.01)
 
 
 async def strike_one_pipeline(
-    scheme: str, strikes: int, recoveries: int, alone: Sequence[Output], draw: random.Random, tally: Tally
+    scheme: str, strikes: int, recoveries: int, moves: float, alone: Sequence[Output], draw: random.Random, tally: Tally
 ) -> None:
     placement = draw.choice(PLACEMENTS)
     policy = FailurePolicy(recoveries=recoveries) if recoveries else FailurePolicy(recoveries=0, wait_s=0)
     options = pipeline_options({"silence_s": SILENCE_S, "connector": scheme, "failures": policy, "dtype": "float32"})
     async with Pipeline(checkpoint("llava"), placement, hosting="process", **options) as pipe:
-        traffic = Traffic(pipe, alone, draw, tally)
+        traffic = Traffic(pipe, alone, draw, tally, moves)
         for _ in range(strikes):
             await asyncio.sleep(draw.uniform(0.2, 1.5))
             traffic.kind, role, phase = draw.choice(KINDS), draw.choice("EPD"), draw.choice(PHASES)
+            if moves and sum("D" in roles_of(each) for each in pipe.processes) > 1 and draw.random() < 0.5:
+                role, phase = "D", draw.choice(MOVES)
             before, began = lives(pipe), time.monotonic()
             met = await strike(pipe, traffic.kind, role, phase, draw)
             tally.struck.append(time.monotonic())
@@ -231,7 +282,7 @@ async def strike_one_pipeline(
         await traffic.end()
 
 
-async def sweep(strikes: int, seed: int, schemes: Sequence[str], recoveries: int) -> Tally:
+async def sweep(strikes: int, seed: int, schemes: Sequence[str], recoveries: int, moves: float = 0.3) -> Tally:
     """Do so many strikes over the transports that are there, in turn."""
     draw, tally = random.Random(seed), Tally()
     alone, usable = await serve_undisturbed(), list(schemes)
@@ -239,7 +290,7 @@ async def sweep(strikes: int, seed: int, schemes: Sequence[str], recoveries: int
         for scheme in list(usable):
             left = min(PER_PIPELINE, strikes - sum(tally.strikes.values()))
             try:
-                await strike_one_pipeline(scheme, left, recoveries, alone, draw, tally)
+                await strike_one_pipeline(scheme, left, recoveries, moves, alone, draw, tally)
             except (TransportUnavailable, ConfigError) as error:
                 print(f"{scheme} is not to be had here: {error}")
                 usable.remove(scheme)
@@ -254,13 +305,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--schemes", nargs="*", default=SCHEMES)
     parser.add_argument("--recoveries", type=int, default=9)
+    parser.add_argument("--moves", type=float, default=0.3, help="share of the tokens behind which a decode is to move")
     given = parser.parse_args(argv)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     logger = logging.getLogger("trinity")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
     try:
-        tally = asyncio.run(sweep(given.strikes, given.seed, given.schemes, given.recoveries))
+        tally = asyncio.run(sweep(given.strikes, given.seed, given.schemes, given.recoveries, given.moves))
     finally:
         logger.setLevel(level)  # a test runs this in its own process
     print(tally.report())

@@ -21,7 +21,19 @@ from typing import Literal, NamedTuple, get_args
 import numpy as np
 from msgspec.structs import replace
 
-from trinity.core.messages import IMAGE, Fetched, Offer, Part, PeerDown, Pull, Ready, Release, Send, Value
+from trinity.core.messages import (
+    IMAGE,
+    Fetched,
+    Forget,
+    Offer,
+    Part,
+    PeerDown,
+    Pull,
+    Ready,
+    Release,
+    Send,
+    Value,
+)
 from trinity.errors import ConfigError, IntegrityError
 from trinity.memory.block_memory import BlockMemory
 from trinity.memory.byte_ranges import layer_byte_range, list_units, tail_byte_range, view_units
@@ -139,7 +151,8 @@ class Digests:
     def __init__(self, memories: Mapping[str, BlockMemory], keys: Mapping[str, bytes] = MappingProxyType({})) -> None:
         self._memories, self._keys = memories, keys
         self.computed = 0  # keyed digests, so that others can see that their computation goes on
-        self._offered: dict[str, tuple[str, str, tuple[Part, ...]]] = {}  # target, kind, parts
+        self._offered: dict[str, tuple[str, Offer]] = {}  # with the target
+        self._ahead: dict[str, tuple[str, tuple[int, ...]]] = {}  # by request: the target that has these blocks of it
         self._expected: dict[str, tuple[Offer, dict[PieceKey, int], float]] = {}
         self._fetched: dict[str, Fetched] = {}
 
@@ -152,8 +165,13 @@ class Digests:
         elif isinstance(event, Fetched) and event.blocks:
             self._fetched[event.id] = event
         elif isinstance(event, Release):
-            self._offered.pop(event.id, None)
+            target, offer = self._offered.pop(event.id, ("", None))
+            if offer is not None and offer.copies and event.outcome in ("pulled", "cached"):
+                self._ahead[offer.work.request] = target, offer.parts[0].blocks
+        elif isinstance(event, Forget):
+            self._ahead.pop(event.request, None)
         elif isinstance(event, PeerDown):
+            self._ahead = {key: each for key, each in self._ahead.items() if each[0] != event.name}
             self._offered = {key: each for key, each in self._offered.items() if each[0] != event.name}
             self._expected = {key: each for key, each in self._expected.items() if each[0].source != event.name}
 
@@ -167,7 +185,7 @@ class Digests:
             if len(self._offered) > STALE_OFFERS_KEPT + 2 * len(leased):
                 self._offered = {key: each for key, each in self._offered.items() if key in leased}
             if message.kind in self._memories:
-                self._offered[message.id] = (send.to, message.kind, message.parts)
+                self._offered[message.id] = send.to, message
         elif isinstance(message, Ready) and message.id in self._offered:
             return self._with_digests(message)
         elif isinstance(message, Fetched) and message.blocks and IMAGE in self._memories:
@@ -200,11 +218,23 @@ class Digests:
 
     def _with_digests(self, ready: Ready) -> Ready:
         started = time.perf_counter()
-        _, kind, parts = self._offered[ready.id]
-        blocks, tails = _list_blocks(parts, ready)
-        sealed = self._seal(kind, ready.id, blocks)
-        found = digest_rows(self._memories[kind], blocks, ready.layers, tails, sealed, self._advance)
+        target, offer = self._offered[ready.id]
+        blocks, tails = _list_blocks(offer.parts, ready)
+        there = self._take_ahead(target, offer)
+        blocks, tails = blocks[there:], {place - there: tail for place, tail in tails.items()}
+        sealed = self._seal(offer.kind, ready.id, blocks)
+        found = digest_rows(self._memories[offer.kind], blocks, ready.layers, tails, sealed, self._advance)
         return replace(ready, digests=tuple(found), digest_s=time.perf_counter() - started)
+
+    def _take_ahead(self, target: str, offer: Offer) -> int:
+        """Count the first blocks of a decode that moves which went ahead of it: its target has compared them already.
+
+        They have no digest here. A target that has lost them meanwhile fails to pull them, and leaves it where it is.
+        """
+        if not offer.moves or offer.copies:
+            return 0
+        to, blocks = self._ahead.pop(offer.work.request, ("", ()))
+        return len(blocks) if to == target and offer.parts[0].blocks[: len(blocks)] == blocks else 0
 
     def _advance(self) -> None:
         self.computed += 1
@@ -216,7 +246,8 @@ class Digests:
         offer, known, seconds = self._expected[ready.id]
         layers = self._normalize_layers(offer.kind, ready.layers)
         blocks, _ = _list_blocks(offer.parts, ready)
-        known.update(zip(((block, layers) for block in blocks), ready.digests, strict=False))
+        last = blocks[len(blocks) - len(ready.digests) :]  # those ahead of them went ahead, or none is verified
+        known.update(zip(((block, layers) for block in last), ready.digests, strict=True))
         self._expected[ready.id] = (offer, known, seconds + ready.digest_s)
 
     def _normalize_layers(self, kind: str, layers: tuple[int, int] | None) -> tuple[int, int] | None:
