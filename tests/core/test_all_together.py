@@ -77,6 +77,7 @@ def test_the_sweep_tells_which_run_was_stopped_and_why(
 FOUND = {
     3488: "who was to run alone waited for ever for an instance that was not reserved for it",
     5317: "who was to run alone, and could be held by no prefill any more, waited for ever for an encoder",
+    2940: "a channel that was cut twice lost a message and not those behind it, in this world alone",
     1108: "one whose pause was over at the same moment as an older one's went ahead of it",
 }
 

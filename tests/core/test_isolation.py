@@ -308,9 +308,11 @@ def test_where_the_one_encoder_decodes_too_but_cannot_hold_it_the_decoder_is_res
     core.handle(small, 0.0)
     core.handle(PeerDown("E0"), 0.0)
     core.handle(Submit(work("r", "cat", 4, max_tokens=20)), 0.0)
-    for epoch in (0, 1):
-        core.handle(Moved("r" if not epoch else "r~1.1", epoch, "P0", 1, 0, "ED1", 0), 0.5)
-        core.handle(Moved("r" if not epoch else "r~1.1", epoch, "D0", 2, epoch, "P0", 0), 0.5)
+    for epoch, life in enumerate(("r", "r~1.1")):
+        core.handle(Moved(life, epoch, "P0", 1, 0, "ED1", 0), 0.5)
+        core.handle(emit(life, epoch, (epoch * 2, 5)), 0.5)
+        core.handle(Moved(life, epoch, "D0", 2, epoch, "P0", 0), 0.5)
+        core.handle(emit(life, epoch, (epoch * 2 + 1, 5)), 0.5)  # of D0: nobody has its KV but that one
         core.handle(PeerDown("D0"), 1.0 + epoch)
         up(core, "D0", epoch + 1, 1.5 + epoch)
     assert core.isolation.places == {"ED1": 0, "D0": 2}

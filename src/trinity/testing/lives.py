@@ -10,12 +10,15 @@ the death, and a front end hears nothing of it before it knows that it is up. A 
 from __future__ import annotations
 
 from collections import Counter
+from math import inf
 from random import Random
 from typing import NamedTuple
 
 from trinity.core.instance.settings import Settings
 from trinity.core.messages import FRONTEND, PeerDown, Value
 from trinity.core.peer_exit import PeerRemoved
+
+CUT = (-inf, 0)  # of a channel that has lost a message: it will lose all that follow
 
 
 class Kill(NamedTuple):
@@ -85,12 +88,17 @@ class Lives:
         """Draw, for the death of ``name`` at this time, where each of its channels is cut: shortly before, or long."""
         for other in self.everybody:
             stuck = self.draw.choice([0.0, 0.0, 0.1, 1.0, at])
-            self._cuts[name, other] = (at - self.draw.uniform(0.0, stuck), self.draw.choice([0, 0, 1, 2, 5]))
+            self._cut(name, other, at - self.draw.uniform(0.0, stuck), self.draw.choice([0, 0, 1, 2, 5]))
 
     def hear_all(self, name: str, at: float) -> None:
         """Cut none of the channels of ``name`` before its death at this time."""
         for other in self.everybody:
-            self._cuts[name, other] = (at, 1 << 30)
+            self._cut(name, other, at, 1 << 30)
+
+    def _cut(self, name: str, other: str, since: float, more: int) -> None:
+        """Cut a channel behind so many ``more`` messages since then; one that has lost any stays as it is."""
+        if self._cuts.get((name, other)) != CUT:
+            self._cuts[name, other] = (since, more)
 
     def carries(self, name: str, target: str, now: float) -> bool:
         """Tell whether what ``name`` says to ``target`` now gets there, as far as the two live on."""
@@ -98,7 +106,7 @@ class Lives:
             return False
         since, more = self._cuts.get((name, target), (now, 1))
         if now > since:
-            self._cuts[name, target] = (since, more - 1)
+            self._cuts[name, target] = (since, more - 1) if more > 0 else CUT
             self.lost_messages += more <= 0
             return more > 0
         return True
