@@ -241,7 +241,7 @@ async def switch_and_back(pipe: Pipeline, name: str) -> None:
     for roles in ("EPD" if roles_of(name) != "EPD" else "PD", roles_of(name)):
         try:
             await pipe.switch(name, roles)
-        except ChangeRefused as error:  # "PD" in place of the only E
+        except (ChangeRefused, ConfigError) as error:  # an instance is away, or nobody else has the stage
             print(f"  no switch: {error}")
             return
 
