@@ -104,20 +104,47 @@ def test_a_slow_encoder_gets_less() -> None:
         ("E0 E1 P0 D0", {"E0": 0, "E1": 0}, work("r", "cat*4", 1)),
         ("E0 E1 P0 D0", {"E0": 0, "E1": 0}, work("r", "cat*4", 1, "cat*4")),
         ("E0 E1 P0 D0", {"E0": 0, "E1": 0}, four(encode_only=True)),
-        ("E0 EP1 P0 D0", {"E0": 0, "EP1": 0}, four()),
+        ("E0 EP1 P0 D0", {"E0": 0, "EP1": 1}, four()),
         ("E0 P0 D0", {"E0": 0}, four()),
         ("E0 E1 P0 D0", {"E0": 0, "E1": 16}, four()),
         ("E0 E1 P0 D0", {"E0": 150, "E1": 150}, four()),
         ("E0 E1 P0 D0", {"E0": 0, "E1": 0}, work("r", "cat*4", "dog*96", 1)),
     ],
-    ids=["one image", "one content", "features", "it prefills too", "alone", "busy", "all are", "gains too little"],
+    ids=[
+        "one image",
+        "one content",
+        "features",
+        "it prefills too, and is not at rest",
+        "alone",
+        "busy",
+        "all are",
+        "gains too little",
+    ],
 )
 def test_otherwise_all_stay_with_one(peers: str, waits: dict[str, float], of: Work) -> None:
     assert dealt(busy(router(peers), **waits), of) == ""
 
 
-def test_one_that_prefills_too_has_no_helpers() -> None:
-    assert dealt(busy(router("EP0 E1 D0"), EP0=0, E1=0), four(), first="EP0") == ""
+def test_those_that_prefill_or_decode_take_part_while_they_are_at_rest() -> None:
+    assert dealt(busy(router("EP0 E1 D0"), EP0=0, E1=0), four(), first="EP0") == "- E1 - E1"
+    assert dealt(busy(router("EPD0 EPD1"), EPD0=0, EPD1=0), four(), first="EPD0") == "- EPD1 - EPD1"
+    assert dealt(busy(router("E0 ED1 P0"), E0=0, ED1=0), four()) == "- ED1 - ED1"
+    for letter in "PD":
+        known = busy(router("EPD0 EPD1"), EPD0=0)
+        known.take(PeerLoad("EPD1", predicted_s={"E": 0.0, letter: 0.01}, unit_s={"E": 1.0}))
+        assert dealt(known, four(), first="EPD0") == "", letter
+    sent_since = busy(router("EPD0 EPD1"), EPD0=0, EPD1=0)
+    sent_since.count("EPD1", "P", 1)
+    assert dealt(sent_since, four(), first="EPD0") == ""
+
+
+def test_a_helper_needs_room_for_the_images_alone() -> None:
+    known = busy(router("EPD0"), EPD0=0)
+    known.add(replace(peer_up("EPD1"), pools={"image": 4, "kv": 0}))
+    known.take(load("EPD1"))
+    assert dealt(known, four(), first="EPD0") == "- EPD1 - EPD1"
+    known.add(replace(peer_up("EPD1"), pools={"image": 3, "kv": 9}))
+    assert dealt(known, four(), first="EPD0") == ""
 
 
 def test_one_that_is_silent_does_not_help() -> None:

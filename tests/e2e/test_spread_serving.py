@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from functools import cache
+from itertools import product
 from typing import Any
 
 import pytest
@@ -55,12 +56,45 @@ def test_tokens_and_logits_are_those_of_generate(architecture: str, placement: s
     assert ("ready" in said) is bool(helps), said
 
 
+@pytest.mark.parametrize(
+    ("architecture", "placement"),
+    [
+        pytest.param("llava", "2EP1D", marks=pytest.mark.xdist_group("llava")),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in product(FAMILIES, ("3EP1D", "2EPD", "1E2EP1D"))),
+    ],
+)
+def test_those_that_prefill_help_each_other_too(architecture: str, placement: str) -> None:
+    """Features of a helper come home, into the blocks that the prefill reads."""
+    answers(architecture)
+    waves = [[request] for request in requests()]
+    pools = {"image": 160, "kv": 256}
+    options: dict[str, Any] = {"rules": RULES, "pools": pools, "image_block_size": 7, "spread": 4}
+    found = serve(checkpoint(architecture), placement, waves, **options)
+    assert problems(found, answers(architecture)) == {}
+    assert sum(map(from_others, found.outputs.values())) > 0
+    asked = [(each.instance, each.event) for each in found.record.log if isinstance(each.event, Submit)]
+    assert any("P" in name + event.asker for name, event in asked if event.asker), "one that prefills takes part"
+
+
 def test_many_at_once_on_encoders_that_help_when_they_are_idle() -> None:
     """All at once, and again from the caches."""
     answers("llava")
     options: dict[str, Any] = {"rules": RULES, "pools": {"image": 64, "kv": 256}, "image_block_size": 7, "spread": 3}
     found = serve(checkpoint("llava"), "3E1P1D", [requests()], **options)
     assert problems(found, answers("llava")) == {}
+
+
+@pytest.mark.slow
+async def test_between_processes_features_come_home() -> None:
+    wanted = {name: list(answer.token_ids) for name, answer in answers("llava").items()}
+    options = pipeline_options({"pools": {"image": 16, "kv": 256}, "dtype": "float32", "rules": RULES})
+    async with Pipeline(
+        checkpoint("llava"), "3EP1D", hosting="process", connector="shm", verify="always", spread=3, **options
+    ) as pipe:
+        outputs = [await pipe.complete(request) for request in requests()]
+        await asyncio.wait_for(pipe.wait_idle(), 60.0)
+    assert {output.request_id: list(output.token_ids) for output in outputs} == wanted
+    assert sum(map(from_others, outputs)) > 0
 
 
 @pytest.mark.parametrize("verify", ["never", "always"])

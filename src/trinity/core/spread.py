@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from msgspec.structs import replace
 
 from trinity.core.life_names import name_help
-from trinity.core.messages import MediaSpan, Send, Submit, Work
+from trinity.core.messages import MediaSpan, PeerUp, Send, Submit, Work
 from trinity.core.routing import UNKNOWN_UNIT_S, Router
 
 LEAST_GAIN = 0.1  # of the seconds until all items are encoded: below it a request stays with one encoder
@@ -36,10 +38,10 @@ def deal_items(router: Router, work: Work, first: str, most: int) -> tuple[str, 
     """Name the helper of each media item, "" for none; () where all stay with ``first``.
 
     Largest items first, each to the encoder predicted to be through with it first; items of one content stay together.
-    Encoders that would be busy until ``first`` is through with all items get none, nor do those that prefill as well.
+    Encoders that would be busy until ``first`` is through with all items get none, nor do those that prefill or decode
+    as well, unless they have nothing to do.
     """
-    own = router.peers[first]
-    if work.encode_only or len(work.media) < 2 or "E" not in own.roles or "P" in own.roles:
+    if work.encode_only or len(work.media) < 2 or "E" not in router.peers[first].roles:
         return ()
     new = {span.content: span for span in work.media if not router.holder(span, ())}
     idle = _find_idle(router, work, first, sum(span.tokens for span in new.values()))
@@ -52,7 +54,7 @@ def deal_items(router: Router, work: Work, first: str, most: int) -> tuple[str, 
 
 def _find_idle(router: Router, work: Work, first: str, tokens: int) -> list[tuple[float, float, str]]:
     """List encoders by the seconds of work that they have: these, seconds of a visual token, and name; first first."""
-    peers = [peer for peer in router.trusted(router.fitting("E", work)) if "P" not in peer.roles and peer.name != first]
+    peers = [peer for peer in router.trusted(_fitting_helpers(router, work)) if peer.name != first]
     names = [first, *(peer.name for peer in peers)]
     known = [router.loads[name].unit_s.get("E", 0.0) if name in router.loads else 0.0 for name in names]
     other = max(known) or UNKNOWN_UNIT_S  # of one that has encoded nothing yet
@@ -62,6 +64,13 @@ def _find_idle(router: Router, work: Work, first: str, tokens: int) -> list[tupl
     alone = waits[0] + tokens * units[0]
     free = [each for each in zip(waits[1:], units[1:], names[1:], strict=True) if each[0] < alone - waits[0]]
     return [(waits[0], units[0], first), *sorted(free)]
+
+
+def _fitting_helpers(router: Router, work: Work) -> Iterator[PeerUp]:
+    """Encoders that may take an item of it, which is prefilled elsewhere. Those with further roles must be at rest."""
+    for peer in router.fitting("E", replace(work, encode_only=True)):
+        if peer.roles == "E" or not any(router.seconds(peer.name, letter) for letter in peer.roles):
+            yield peer
 
 
 def _counted(work: Work) -> int:

@@ -76,7 +76,7 @@ class Pipeline(PlacementChanges):
     - ``limits`` (None): ``MediaLimits``, the largest images, prompts and counts that a request may have.
     - ``ignore_generation_config`` (none): fields of the checkpoint's generation config not to follow; True for all.
     - ``max_waiting`` (requests, 1024), ``max_waiting_bytes`` (4 GiB, of pixels): more waiting is ``Overloaded``.
-    - ``spread`` (count, 1): instances with E alone that may encode one request's images at once, while they are idle.
+    - ``spread`` (count, 1): instances with E that may encode one request's images at once, while they are idle.
     - ``failures`` (None): ``FailurePolicy``, what becomes of requests whose instance is lost: two recoveries each.
     - ``observe`` (None): called as ``observe(request_id, index, logits)`` with all logits before sampling.
     - ``lanes``, ``threads``, ``prefix_cache``, ``image_cache``, ``reservation``, ``attention``, ``depth``, ``pack``,

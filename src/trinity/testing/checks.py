@@ -376,6 +376,7 @@ def check_forgotten(name: str, s: State) -> None:
         "pending": s.pending,
         "spared": s.skipped_encodes,
         "fetches": s.fetches,
+        "home fetches": s.home_fetches,
         "steps": {lane: running for lane, running in s.lanes.items() if running},
         "queues": [*s.encode_queue, *s.prefill_queue, *s.preempted, *s.migrated_queue, *s.image_offers, *s.kv_offers],
         "batches": [*s.encoding, *s.prefilling, *s.decoding, *s.moving],

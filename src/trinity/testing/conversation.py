@@ -12,6 +12,7 @@ from trinity.core.frontend import Abort, Deliver, End
 from trinity.core.life_names import MARK
 from trinity.core.messages import (
     FRONTEND,
+    IMAGE,
     KV,
     PREEMPTED,
     Cancel,
@@ -118,7 +119,7 @@ class Conversation:
                 transfer.void |= (transfer.offer.source, transfer.target) == (name, event.name)
             ends = {id: (holder, taker) for id, (holder, taker, _) in self.fetched.items()}
             self.returned |= {id for id, pair in ends.items() if pair == (name, event.name)}
-        elif isinstance(event, Pulled):
+        elif isinstance(event, Pulled) and event.offer in self.transfers:
             self.transfers[event.offer].running.remove(event.part)
 
     def command(self, name: str, command: Value) -> None:
@@ -309,7 +310,19 @@ class Conversation:
         if message.outcome == "cached":
             assert not transfer.asked, f"{message} although parts {transfer.asked} moved"
 
+    def _pulls_home(self, name: str, pull: Pull) -> None:
+        """Check a pull of what a helper has leased to the asker, for a request that prefills there."""
+        holder, taker, answer = self.fetched[f"{pull.offer}/{pull.part}"]
+        assert (pull.source, name) == (holder, taker), f"{name} pulls what was not leased to it: {pull}"
+        assert (pull.source_blocks, pull.kind) == (answer.blocks, IMAGE), f"{pull} of other blocks than {answer}"
+        assert (name, pull.request) not in self.over, f"{pull} after the request's end"
+        assert "P" in self.cores[name].settings.roles, f"{name} does not read features in its own blocks: {pull}"
+        assert len(pull.source_blocks) == len(pull.target_blocks) > 0, f"{pull} pairs no blocks"
+
     def _pulls(self, name: str, pull: Pull) -> None:
+        if pull.offer not in self.transfers:
+            self._pulls_home(name, pull)
+            return
         transfer = self.transfers[pull.offer]
         part = transfer.offer.parts[pull.part if pull.kind != KV else 0]
         source, blocks = transfer.offer.source, part.blocks

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from trinity.core.instance.company import find_company, nowhere
 from trinity.core.instance.front_ends import refuse_submit
-from trinity.core.instance.helpers import leave_to_helpers
+from trinity.core.instance.helpers import call_off_all, leave_to_helpers
 from trinity.core.instance.lifecycle import end, queue_prefill
 from trinity.core.instance.phases import Phase
 from trinity.core.instance.request_state import RequestState
@@ -37,6 +37,8 @@ def handle_submit(s: State, event: Submit, now: float) -> None:
     elif work.encode_only:
         s.move(state, Phase.IMAGE_QUEUE, now)
     elif not work.media or ("P" in s.settings.roles and state.cover(not s.needs_media(state))):
+        leave_to_helpers(s, state, event.helpers)
+        call_off_all(s, state)
         queue_prefill(s, state, now)
     elif "E" in s.settings.roles:
         _queue_encode(s, state, event.helpers, now)

@@ -5,15 +5,15 @@ left to nobody. Then it recalls the others, one by one, and encodes those that t
 for nothing but an answer, which comes at once, and a step that runs, both of an instance that is up. A helper encodes
 into its encoder cache, holds nothing beyond that, and waits for nobody. Features that it has are offered like all that
 another instance has cached (``trinity.core.migration.remote_features``): their target pulls them there, and where they
-are gone the asker encodes.
+are gone the asker encodes. An asker that prefills as well pulls them itself (``home_features``).
 """
 
 from __future__ import annotations
 
-from trinity.core.instance.request_state import MediaSlot, RequestState
+from trinity.core.instance.request_state import HomeFetch, MediaSlot, RequestState
 from trinity.core.instance.state import State
 from trinity.core.life_names import name_help, read_help
-from trinity.core.messages import ENCODED, IMAGE, Cancel, Finished, Helped, Step
+from trinity.core.messages import ENCODED, IMAGE, Cancel, Fetch, Finished, Helped, Step
 
 # ---------------------------------------------------------------- the asker
 
@@ -62,11 +62,37 @@ def _encodes(s: State, state: RequestState) -> bool:
     return False
 
 
+def ask_home(s: State) -> None:
+    """Ask for a lease of what helpers have of requests that prefill here."""
+    for state in s.encoding.values():
+        for item, slot in enumerate(state.media):
+            if slot.kept and not slot.fetch:
+                _ask_home(s, state, item)
+
+
+def _ask_home(s: State, state: RequestState, item: int) -> None:
+    slot, own = state.media[item], s.settings
+    life = f"{own.name}.{own.epoch}" if own.epoch else own.name
+    id = f"{life}:{name_help(state.work.request, state.attempt, item)}/{item}"
+    for each in state.media:
+        if each.span.content == slot.span.content:
+            each.bring(id)
+    s.home_fetches[id] = HomeFetch(state.work.request, slot.helper)
+    s.send(slot.helper, Fetch(id, own.name, IMAGE, tuple(slot.keys), slot.span.tokens % own.image_block_size))
+
+
+def forget_fetch(s: State, id: str) -> None:
+    """Forget a fetch: it is over, or its answer will be released."""
+    del s.home_fetches[id]
+
+
 def call_off(s: State, state: RequestState, item: int) -> None:
     """Take an item back from its helper, and all others with its content: the helper has the first of them."""
     slot = state.media[item]
     helper = slot.helper
     if helper:
+        if slot.fetch and not s.home_fetches[slot.fetch].pulling:
+            forget_fetch(s, slot.fetch)
         for each in state.media:
             if each.span.content == slot.span.content:
                 each.leave_to("")
@@ -86,10 +112,13 @@ def call_off_all(s: State, state: RequestState) -> None:
 
 
 def lose_helper(s: State, name: str) -> None:
-    """Take all items back from an instance that is lost or silent."""
+    """Take all items back from an instance that is lost or silent, but for those that a pull may still write."""
     for state in s.requests.values():
         for item, slot in enumerate(state.media):
-            if slot.helper == name:
+            fetch = s.home_fetches.get(slot.fetch)
+            if slot.helper == name and fetch is not None and fetch.pulling:
+                fetch.void = True
+            elif slot.helper == name:
                 call_off(s, state, item)
 
 
@@ -102,19 +131,21 @@ def take_answer(s: State, event: Helped) -> RequestState | None:
     content = state.media[first].span.content
     slots = [(item, each) for item, each in enumerate(state.media) if each.span.content == content]
     for item, slot in slots:
-        if slot.helper == event.helper:
+        if slot.helper == event.helper and not slot.kept:  # a recall that came too late is answered after that
             _take_answer(s, state, (item, slot), event)
     return state if event.said == "ready" and any(slot.holder for _, slot in slots) else None
 
 
 def _take_answer(s: State, state: RequestState, place: tuple[int, MediaSlot], event: Helped) -> None:
     item, slot = place
+    known = _is_up(s, event.helper) and s.router.peers[event.helper].epoch == event.epoch
     if event.said == "begun":
-        if _is_up(s, event.helper) and s.router.peers[event.helper].epoch == event.epoch:
+        if known:
             slot.leave_to(event.helper, begun=True)
         return
-    slot.leave_to("")
-    if event.said == "ready":
+    home = event.said == "ready" and "P" in s.settings.roles
+    slot.leave_to(event.helper, kept=True) if home and known else slot.leave_to("")
+    if event.said == "ready" and not home:
         s.await_no_more(slot, (state.work.request, item))
         if slot.blocks:
             s.pools[IMAGE].drop(slot.blocks)

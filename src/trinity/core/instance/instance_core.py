@@ -9,6 +9,7 @@ from trinity.core.instance.arrival import handle_submit
 from trinity.core.instance.collection import handle_collected
 from trinity.core.instance.company import handle_peer_reserved, say_empty
 from trinity.core.instance.front_ends import handle_frontend_up, handle_not_taken
+from trinity.core.instance.home_features import dispatch_fetched, dispatch_pulled
 from trinity.core.instance.lifecycle import handle_cancel, handle_forget
 from trinity.core.instance.peers import handle_peer_avoided, handle_peer_load, handle_peer_lost, handle_peer_up
 from trinity.core.instance.repeated_step import RepeatedStep, find_repeated
@@ -44,9 +45,9 @@ from trinity.core.messages import (
 from trinity.core.migration.kv_source import handle_layers_written
 from trinity.core.migration.leases import handle_release
 from trinity.core.migration.moves import handle_caught, handle_move, offer_moves
-from trinity.core.migration.remote_features import handle_fetch, handle_fetched
+from trinity.core.migration.remote_features import handle_fetch
 from trinity.core.migration.source import handle_helped
-from trinity.core.migration.target import handle_commit, handle_offer, handle_pulled, handle_ready, handle_withdraw
+from trinity.core.migration.target import handle_commit, handle_offer, handle_ready, handle_withdraw
 from trinity.core.peer_exit import PeerLeaving, PeerRemoved
 from trinity.core.routing import RoundRobin, Router, RoutingPolicy
 from trinity.core.values import FrontendUp, NotTaken
@@ -64,7 +65,7 @@ _HANDLERS: dict[type[Value], Callable[[State, Any, float], None]] = {
     Release: handle_release,
     LayersWritten: handle_layers_written,
     Stepped: handle_stepped,
-    Pulled: handle_pulled,
+    Pulled: dispatch_pulled,
     Collected: handle_collected,
     PeerUp: handle_peer_up,
     PeerLoad: handle_peer_load,
@@ -76,7 +77,7 @@ _HANDLERS: dict[type[Value], Callable[[State, Any, float], None]] = {
     FrontendUp: handle_frontend_up,
     NotTaken: handle_not_taken,
     Fetch: handle_fetch,
-    Fetched: handle_fetched,
+    Fetched: dispatch_fetched,
     Helped: handle_helped,
     Tick: handle_tick,
 }

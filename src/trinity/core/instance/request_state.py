@@ -26,7 +26,8 @@ class MediaSlot:
     """One media item of a request: its blocks in the encoder cache once reserved; ``ready`` once they hold features.
 
     ``helper``: instance that was asked to encode it meanwhile; ``begun``: it does so just now, and this one waits;
-    ``recalled``: this one would rather do it itself, unless that has begun.
+    ``recalled``: this one would rather do it itself, unless that has begun. ``kept``: the helper has the features,
+    which come home; ``fetch``: by the Fetch of this id, once that is sent.
     """
 
     span: MediaSpan
@@ -37,6 +38,8 @@ class MediaSlot:
     helper: str = ""
     begun: bool = False
     recalled: bool = False
+    kept: bool = False
+    fetch: str = ""
 
     def hold(self, blocks: tuple[int, ...], *, ready: bool) -> None:
         """Take these blocks; ``ready``: they have the features already."""
@@ -54,9 +57,13 @@ class MediaSlot:
         """Note which other instance has the features, "" where none is known to."""
         self.holder, self.ready = holder, bool(holder)
 
-    def leave_to(self, helper: str, *, begun: bool = False) -> None:
-        """Leave it to another instance, "" for none: it is encoded here."""
-        self.helper, self.begun, self.recalled = helper, begun, False
+    def leave_to(self, helper: str, *, begun: bool = False, kept: bool = False) -> None:
+        """Leave it to another instance, "" for none: it is encoded here. One that has ``kept`` it has begun, too."""
+        self.helper, self.begun, self.kept, self.recalled, self.fetch = helper, begun or kept, kept, False, ""
+
+    def bring(self, fetch: str) -> None:
+        """Note that its features come home by this Fetch."""
+        self.fetch = fetch
 
     def recall(self) -> None:
         """Note that its helper was asked to leave it, unless it has begun."""
@@ -155,6 +162,10 @@ class RequestState:
         """Note that its features are being copied from now on. Returns the command that does it."""
         self.collecting = True
         return Collect(self.work.request, tuple((slot.blocks, slot.span.tokens) for slot in self.media))
+
+    def end_pull(self) -> None:
+        """Note that a pull into its blocks has ended."""
+        self.pulls_in_flight -= 1
 
     def take_rows(self, rows: tuple[Any, ...]) -> None:
         """Take the copies of its features."""
@@ -373,6 +384,16 @@ class FeatureFetch:
     part: int
     holder: str
     since: float
+
+
+@dataclass(slots=True)
+class HomeFetch:
+    """Features requested from a helper for an own request; ``void``: that one was lost while they were ``pulling``."""
+
+    request: str
+    holder: str
+    pulling: bool = False
+    void: bool = False
 
 
 @dataclass(slots=True)

@@ -16,6 +16,7 @@ from trinity.core.instance.queues import Queue
 from trinity.core.instance.rates import StepRates
 from trinity.core.instance.request_state import (
     FeatureFetch,
+    HomeFetch,
     Lease,
     MediaSlot,
     PendingMedia,
@@ -85,7 +86,7 @@ class State:
         self.frontends = [FRONTEND]  # in touch with this instance: it has requests of no other
         self.newest = 0  # highest number of a request that came here
         self.skipped_encodes: dict[str, SkippedEncode] = {}
-        self.fetches: dict[str, FeatureFetch] = {}
+        self.fetches, self.home_fetches = dict[str, FeatureFetch](), dict[str, HomeFetch]()
         self.last_heard: dict[str, float] = {}
         self.awake_since = -inf
         self.lease_check = inf
@@ -272,9 +273,9 @@ class State:
 
     def pull(self, state: RequestState, pull: Pull) -> None:
         """Command a pull of blocks of its transfer."""
-        assert state.incoming is not None
         state.pulls_in_flight += 1
-        state.incoming.moved = True
+        if state.incoming is not None:
+            state.incoming.moved = True
         self.command(pull)
 
     def allocate(self, kind: str, count: int) -> tuple[int, ...]:

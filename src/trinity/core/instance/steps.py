@@ -5,11 +5,11 @@ from __future__ import annotations
 from trinity.core.instance.admission import Candidates, next_decodes, own_items
 from trinity.core.instance.collection import collect_features
 from trinity.core.instance.growth import grow_tables
-from trinity.core.instance.helpers import recall, tell_begun
+from trinity.core.instance.helpers import ask_home, recall, tell_begun
 from trinity.core.instance.lanes import LANE_STAGES, StepInFlight
 from trinity.core.instance.leading_text import begin_leading, finish_leading
 from trinity.core.instance.lifecycle import conclude_if_quiet, drop_media, end, queue_prefill
-from trinity.core.instance.request_state import RequestState
+from trinity.core.instance.request_state import MediaSlot, RequestState
 from trinity.core.instance.state import State
 from trinity.core.messages import ENCODED, Emit, Encode, Prefill, Sampled, Step, Stepped
 from trinity.core.migration.kv_source import finish_chunk, layers_per_group, measure_step_tail, open_streams
@@ -35,6 +35,8 @@ def pump(s: State, now: float) -> None:
                 if len(flight) == before:
                     break
         again = (bool(s.encoding) and recall(s)) or again
+    if s.encoding:
+        ask_home(s)
 
 
 def _fill(s: State, lane: str, now: float) -> bool:
@@ -57,7 +59,7 @@ def _fill(s: State, lane: str, now: float) -> bool:
     if scheduled is not None:
         s.start(StepInFlight.of(scheduled), now)
     for state in admitted:
-        _media_progress(s, state, now)
+        show_progress(s, state, now)
     if scheduled is not None:
         tell_begun(s, scheduled)
         _announce_media(s, scheduled, now)
@@ -132,19 +134,24 @@ def _encoded(s: State, step: Step, event: Stepped, now: float) -> None:
         if row.request in event.failed:
             _next_provider(s, row)
         else:
-            pending = s.pending.pop(row.span.content)
-            for request, item in pending.providers:
-                changed.setdefault(request, []).append(item)
-            if s.settings.image_cache:
-                keys = s.requests[row.request].media[row.item].keys
-                for block, key in zip(row.blocks, keys, strict=True):
-                    s.image.publish(block, key)
+            for request, items in settle_features(s, s.requests[row.request].media[row.item]).items():
+                changed.setdefault(request, []).extend(items)
     for request, items in changed.items():
         state = s.requests[request]
-        for item in items:
-            state.media[item].fill()
         if state.ending is None and request not in event.failed:  # it might find no prefill instance, and end twice
-            _media_progress(s, state, now, tuple(items))
+            show_progress(s, state, now, tuple(items))
+
+
+def settle_features(s: State, slot: MediaSlot) -> dict[str, list[int]]:
+    """Note that features are in the blocks of this slot. Returns the items that waited for them, by request."""
+    found: dict[str, list[int]] = {}
+    for request, item in s.pending.pop(slot.span.content).providers:
+        found.setdefault(request, []).append(item)
+        s.requests[request].media[item].fill()
+    if s.settings.image_cache:
+        for block, key in zip(slot.blocks, slot.keys, strict=True):
+            s.image.publish(block, key)
+    return found
 
 
 def _next_provider(s: State, row: Encode) -> None:
@@ -152,7 +159,7 @@ def _next_provider(s: State, row: Encode) -> None:
     s.pending[row.span.content].in_step = False
 
 
-def _media_progress(s: State, state: RequestState, now: float, items: tuple[int, ...] = ()) -> None:
+def show_progress(s: State, state: RequestState, now: float, items: tuple[int, ...] = ()) -> None:
     """Announce features that are ready, or queue for prefill here once all are, or collect them for their reader."""
     if state.asker:
         if all(slot.ready for slot in state.media):

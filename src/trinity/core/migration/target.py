@@ -184,7 +184,7 @@ def handle_pulled(s: State, event: Pulled, now: float) -> None:
     state = _state(s, event.offer)
     assert state is not None, f"a pull of {event.offer} ended after its Release"
     assert state.incoming is not None
-    state.pulls_in_flight -= 1
+    state.end_pull()
     failed, stored = event.failure, event.part in state.incoming.fetched_parts
     if state.phase is Phase.KV_PULL:
         failed = finish_piece(s, state, event, now)
