@@ -26,8 +26,7 @@ class MediaSlot:
     """One media item of a request: its blocks in the encoder cache once reserved; ``ready`` once they hold features.
 
     ``helper``: instance that was asked to encode it meanwhile; ``begun``: it does so just now, and this one waits;
-    ``recalled``: this one would rather do it itself, unless that has begun. ``kept``: the helper has the features,
-    which come home; ``fetch``: by the Fetch of this id, once that is sent.
+    ``recalled``: this one would rather do it itself, unless it has begun. ``kept``: features come home by ``fetch``.
     """
 
     span: MediaSpan
