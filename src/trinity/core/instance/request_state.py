@@ -386,16 +386,6 @@ class FeatureFetch:
 
 
 @dataclass(slots=True)
-class HomeFetch:
-    """Features requested from a helper for an own request; ``void``: that one was lost while they were ``pulling``."""
-
-    request: str
-    holder: str
-    pulling: bool = False
-    void: bool = False
-
-
-@dataclass(slots=True)
 class PendingMedia:
     """Media that several requests may wait for: encoded once, from the inputs of the first provider."""
 

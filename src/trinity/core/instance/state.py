@@ -9,6 +9,7 @@ from math import inf
 
 from trinity.core.block_pool import BlockPool, Key, blocks_for, media_keys, prefix_keys, uncut_blocks
 from trinity.core.instance.decode_batch import DecodeBatch
+from trinity.core.instance.home_fetch import HomeFetch
 from trinity.core.instance.lanes import Flights, StepInFlight
 from trinity.core.instance.leading_queue import LeadingQueue
 from trinity.core.instance.phases import BEFORE_DECODE, MOVES, OFFERED, Phase
@@ -16,7 +17,6 @@ from trinity.core.instance.queues import Queue
 from trinity.core.instance.rates import StepRates
 from trinity.core.instance.request_state import (
     FeatureFetch,
-    HomeFetch,
     Lease,
     MediaSlot,
     PendingMedia,
