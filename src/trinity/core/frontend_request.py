@@ -133,7 +133,7 @@ class FrontendRequest:
         self.died_at = now
 
     def withdraw_deaths(self, up: Callable[[Life], bool]) -> None:
-        """Count no deaths of lives that are up: their reads failed, which looks like a death until it is known better."""
+        """Count no deaths of lives that are up: reads from them failed, which looks the same at first."""
         kept = [each for each in self.deaths if not up(each.life)]
         self.row -= sum(up(each.life) for each in self.deaths[len(self.deaths) - self.row :])
         self.deaths = tuple(kept)
