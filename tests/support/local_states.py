@@ -92,12 +92,15 @@ class Instance:
         return [each for each in commands if isinstance(each, Send)]
 
     def results(self, lost: str) -> list[Value]:
-        """List what may end next: the first step of each lane, every copy, every pull; one from ``lost`` may fail."""
+        """List what may end next: the first step of each lane, every copy, every pull.
+
+        One from the first life of ``lost`` may fail.
+        """
         found: list[Value] = [_stepped(flight[0]) for flight in self.flights.values() if flight]
         found += [Collected(request) for request in self.copies]
         for pull in self.pulls.values():
             found.append(Pulled(pull.offer, pull.part, None, {"source": pull.source}))
-            if pull.source == lost:
+            if pull.source == lost and not pull.offer.startswith(f"{lost}.1:"):  # what its next life has offered
                 found.append(Pulled(pull.offer, pull.part, Failure("MigrationError", "the source is lost")))
         return found
 
