@@ -19,10 +19,7 @@ from trinity.core.messages import MediaSpan, PeerSuspect, Work
 from trinity.core.routing import LeastLoaded, PrefixHits, RoundRobin, RoutingPolicy
 from trinity.testing.virtual import Faults, VirtualCluster
 
-PLACEMENTS = (
-    *("1E1PD", "2E1PD", "3E1PD", "4E1PD", "2E1P1D", "3E2P1D", "4E1P2D", "2E1EP1D", "3E1EPD", "2E2P2D"),
-    *("2EP1D", "3EP1D", "2EPD", "3EPD", "1E2EP1D", "1EP1EPD", "2EP2EPD", "2ED1P", "1E1ED1EP1D"),
-)
+PLACEMENTS = ("1E1PD", "2E1PD", "3E1PD", "4E1PD", "2E1P1D", "3E2P1D", "4E1P2D", "2E1EP1D", "3E1EPD", "2E2P2D")
 POLICIES: tuple[Callable[[], RoutingPolicy], ...] = (RoundRobin, LeastLoaded, PrefixHits)
 
 
