@@ -303,6 +303,7 @@ def random_rules(draw: Random) -> BatchRules:
         limit_decodes=draw.random() < 0.8,
         limit_s=draw.choice([0.0, 0.03, 0.06, 0.2]),
         cost=random_cost(draw),
+        leading_text=False,  # prompts here have text ahead of images, those of a simulation have none
     )
 
 
