@@ -201,6 +201,20 @@ def test_a_death_that_explains_an_earlier_loss_is_counted_when_it_is_heard() -> 
     assert core.entries["r"].row == 1
 
 
+def test_one_that_is_lost_otherwise_whenever_it_runs_alone_is_given_up() -> None:
+    """Where leases are short it was begun again for ever: no life of it ended by a death, so none was its last."""
+    core = recovering("PD0", recoveries=1)
+    core.handle(Submit(work("r", 4, max_tokens=20)), 0.0)
+    core.handle(told("r", 0, cause="TransferTimeout"), 0.5)
+    core.handle(PeerDown("PD0"), 1.0)
+    up(core, "PD0", 1, 2.0)
+    assert empty(core, "PD0", 1, 2.1) == ["PD0: submit r~1.2"]
+    core.handle(replace(told("r", 2, cause="LeaseExpired"), request="r~1.2"), 3.0)
+    end = end_of(core.handle(replace(told("r", 3, cause="LeaseExpired"), request="r~1.3"), 4.0))
+    assert end.failure is not None
+    assert end.failure.error == "MigrationError"
+
+
 def test_one_that_has_had_its_recoveries_runs_alone_before_it_is_given_up() -> None:
     """Its last instance may have died of another."""
     core = recovering("PD0", recoveries=1)

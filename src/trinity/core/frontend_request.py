@@ -55,6 +55,7 @@ class FrontendRequest:
     - ``left``: lives of instances that it was at last in the life before, where no death explained the end of that.
     - ``deaths``: of instances that had it; the last ``row`` of them without its getting through between. ``died_at``:
       clock time of the last one.
+    - ``tried_alone``: a life of it was alone since the last of these deaths, and was lost otherwise.
     - ``prefilled``: where its text was prefilled last, for an instance with D: it may still be cached there.
       ``blamed``: the instance of which another said, as it ended the life before, that it is lost; "" for none.
     - ``was_prefilled``: in a life that was lost, as far as is known.
@@ -102,6 +103,7 @@ class FrontendRequest:
     deaths: tuple[Death, ...] = ()
     row: int = 0
     died_at: float = 0.0
+    tried_alone: bool = False
 
     @property
     def place(self) -> Life | None:
@@ -130,7 +132,7 @@ class FrontendRequest:
             return
         self.row = 1 if self.has_passed else self.row + 1
         self.deaths += (death,)
-        self.died_at = now
+        self.died_at, self.tried_alone = now, False
 
     def withdraw_deaths(self, up: Callable[[Life], bool]) -> None:
         """Count no deaths of lives that are up: reads from them failed, which looks the same at first."""
@@ -176,13 +178,13 @@ class FrontendRequest:
     def is_suspect(self, policy: FailurePolicy) -> bool:
         """True for one that is to run alone: so many instances in a row died with it, or it has had its recoveries.
 
-        In the latter case the last one may have died of another, and that is no reason to end it. The first front end
-        alone has requests run alone.
+        In the latter case the last one may have died of another, and that is no reason to end it: one life alone shows
+        whether it has. The first front end alone has requests run alone.
         """
         if self.work.owner != FRONTEND or not policy.recoveries or policy.wait_s == 0 or not self.row:
             return False
         spent = self.recoveries > policy.recoveries
-        return not self.deaths[-1].alone if spent else self.row >= policy.alone_after
+        return not (self.deaths[-1].alone or self.tried_alone) if spent else self.row >= policy.alone_after
 
     def is_due(self, alarm: float) -> bool:
         """True where this clock time still means something to it."""
@@ -254,6 +256,7 @@ class FrontendRequest:
         alone = bool(self.deaths) and self.deaths[-1].alone and self.died_at == now
         self.former += (FormerLife(why, self.delivered, now - self.began, route, finished.spans, alone),)
         self.early.clear()
+        self.tried_alone = self.tried_alone or bool(self.work.alone)
         unexplained = not self.deaths or self.died_at != now
         self.left = frozenset(self.hops[hop] for hop in sorted(self.hops)[-2:]) if unexplained else frozenset()
         self.first = ""
