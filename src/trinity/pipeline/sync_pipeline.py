@@ -138,6 +138,11 @@ class SyncPipeline:
         return self.pipeline.state
 
     @property
+    def change_obstacle(self) -> str:
+        """As ``Pipeline.change_obstacle``."""
+        return self.pipeline.change_obstacle
+
+    @property
     def placement(self) -> Placement:
         """The placement in use."""
         return self.pipeline.placement
