@@ -10,7 +10,7 @@ from msgspec.structs import replace
 from support.core_tables import brief, emitted, peer_up, sent, work
 from support.recovering import emit, end_of, quiet, recovering, told
 from trinity.core.failure_policy import FailurePolicy
-from trinity.core.frontend import Abort, FrontendCore
+from trinity.core.frontend import Abort, End, FrontendCore
 from trinity.core.messages import (
     NOWHERE,
     Finished,
@@ -184,9 +184,20 @@ def test_reads_that_fail_from_instances_that_are_up_are_no_deaths() -> None:
         assert end.failure is not None
         fields = {"cause": "PeerLost", "source": first}
         assert core.handle(replace(end, failure=replace(end.failure, fields=fields)), life + 0.5)
-        assert core.entries["r"].row == 1, "the read before this one was no death: its source is up"
-    core.handle(PeerDown(core.entries["r"].deaths[-1].life.name), 9.0)
-    assert core.entries["r"].row == 1
+        assert core.entries["r"].row == (life < 2), "the read before this one was no death: its source is up"
+
+
+def test_a_source_that_can_never_be_read_costs_a_request_its_recoveries() -> None:
+    core = recovering("E0 P0 D0", recoveries=2)
+    core.handle(Submit(work("r", "cat", 1)), 0.0)
+    ends: list[End] = []
+    for life in range(3):
+        core.handle(Moved(f"r~1.{life}" if life else "r", life, "P0", 1), life + 0.2)
+        end = replace(told("r", life, cause="PeerLost"), request=f"r~1.{life}" if life else "r")
+        assert end.failure is not None
+        failed = replace(end, failure=replace(end.failure, fields={"cause": "PeerLost", "source": "E0"}))
+        ends += [each for each in core.handle(failed, life + 0.5) if isinstance(each, End)]
+    assert [end.failure.error for end in ends if end.failure] == ["MigrationError"]
 
 
 def test_a_death_that_explains_an_earlier_loss_is_counted_when_it_is_heard() -> None:

@@ -11,6 +11,7 @@ that is answered with Forget.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import inf
 from typing import Any
 
@@ -347,10 +348,9 @@ class FrontendCore(FrontendDepartures):
     def _count_death(self, entry: FrontendRequest, finished: Finished, now: float) -> Failure | None:
         """Count the death of an instance that had a request. Returns a refusal once it was its own doing."""
         death = find_death(entry, finished, self.router)
-        if death is None or not self.failures.recoveries:
+        if death is None or not self.failures.recoveries or entry.clears(death, partial(lives_on, self.router)):
             return None
         death = death._replace(alone=self.isolation.is_alone(entry, death.life))
-        entry.withdraw_deaths(lambda life: lives_on(self.router, life))
         entry.note_death(death, now)
         if entry.row < self.failures.deaths or entry.deaths[-1] != death or not death.alone:
             return None

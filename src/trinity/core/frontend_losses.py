@@ -91,7 +91,7 @@ def find_death(entry: FrontendRequest, finished: Finished, router: Router) -> De
     if life is None or is_planned(life, router):
         return None
     peer = router.lost.get(life.name) or router.peers.get(life.name)
-    return Death(life, peer.roles if peer is not None else "", entry.delivered, False)
+    return Death(life, peer.roles if peer is not None else "", entry.delivered, False, read=entry.lost is None)
 
 
 def may_be_prefilled(entry: FrontendRequest, finished: Finished, router: Router) -> bool:

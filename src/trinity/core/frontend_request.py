@@ -27,12 +27,16 @@ class Life(NamedTuple):
 
 
 class Death(NamedTuple):
-    """Death of an instance that had a request, with so many ``tokens`` out. ``alone``: it had nothing else."""
+    """Death of an instance that had a request, with so many ``tokens`` out. ``alone``: it had nothing else.
+
+    ``read``: only a target that could not read it has spoken of it.
+    """
 
     life: Life
     roles: str
     tokens: int
     alone: bool
+    read: bool = False
 
 
 @dataclass(slots=True)
@@ -55,6 +59,7 @@ class FrontendRequest:
     - ``left``: lives of instances that it was at last in the life before, where no death explained the end of that.
     - ``deaths``: of instances that had it; the last ``row`` of them without its getting through between. ``died_at``:
       clock time of the last one.
+    - ``cleared``: lives of instances whose deaths were withdrawn: reads from them had failed, and they were up.
     - ``tried_alone``: a life of it was alone since the last of these deaths, and was lost otherwise.
     - ``prefilled``: where its text was prefilled last, for an instance with D: it may still be cached there.
       ``blamed``: the instance of which another said, as it ended the life before, that it is lost; "" for none.
@@ -104,6 +109,7 @@ class FrontendRequest:
     row: int = 0
     died_at: float = 0.0
     tried_alone: bool = False
+    cleared: frozenset[Life] = frozenset()
 
     @property
     def place(self) -> Life | None:
@@ -134,11 +140,13 @@ class FrontendRequest:
         self.deaths += (death,)
         self.died_at, self.tried_alone = now, False
 
-    def withdraw_deaths(self, up: Callable[[Life], bool]) -> None:
-        """Count no deaths of lives that are up: reads from them failed, which looks the same at first."""
-        kept = [each for each in self.deaths if not up(each.life)]
-        self.row -= sum(up(each.life) for each in self.deaths[len(self.deaths) - self.row :])
-        self.deaths = tuple(kept)
+    def clears(self, death: Death, up: Callable[[Life], bool]) -> bool:
+        """Withdraw deaths of lives that are up, of which only a failed read spoke. True of one of a life cleared so."""
+        false = {each for each in self.deaths if each.read and up(each.life)}
+        self.row -= len(false.intersection(self.deaths[len(self.deaths) - self.row :]))
+        self.cleared |= {each.life for each in false}
+        self.deaths = tuple(each for each in self.deaths if each not in false)
+        return death.read and death.life in self.cleared and up(death.life)
 
     def note_late_death(self, life: Life, roles: str, now: float) -> None:
         """Count a death that explains why the life before ended: nobody knew of it then."""
