@@ -16,6 +16,7 @@ import pytest
 from support.core_tables import work
 from support.every_order import Search
 from support.leading_clusters import is_leading, leading_cluster
+from support.reader_checks import check_readers
 from support.spread_clusters import strike
 from trinity.core.failure_policy import NO_RECOVERY, FailurePolicy
 from trinity.core.frontend import Abort
@@ -31,10 +32,6 @@ from trinity.testing.virtual import Durations, VirtualCluster, make_settings
 
 POLICY = FailurePolicy(recoveries=20, wait_s=10.0)
 AT_ALL = 120
-TYPED = {
-    *("PoisonRequest", "StageError", "RequestTooLarge", "Overloaded"),
-    *("MigrationError", "DeadlineExceeded", "RequestError"),
-}
 
 
 def run(seed: int, deaths: bool = True, limit: int = 1_000_000) -> VirtualCluster:
@@ -46,16 +43,6 @@ def run(seed: int, deaths: bool = True, limit: int = 1_000_000) -> VirtualCluste
         error.add_note(f"leading_cluster({seed}), {deaths=}")
         raise
     return cluster
-
-
-def check_readers(cluster: VirtualCluster) -> None:
-    """Every reader has one end and each token once, in order: all of them, unless it left or has a typed error."""
-    for outcome in cluster.outcomes.values():
-        assert outcome.end is not None
-        assert outcome.tokens == list(range(1, len(outcome.tokens) + 1))
-        if outcome.end.reason == "length":
-            assert len(outcome.tokens) == outcome.work.max_tokens
-        assert outcome.end.failure is None or outcome.end.failure.error in TYPED
 
 
 def led(cluster: VirtualCluster) -> int:

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
-from core.test_recovery_runs import TYPED
 from support.core_tables import work
 from support.many_front_ends import shared_cluster
+from support.reader_checks import TYPED
 from trinity.core import frontend
 from trinity.core.failure_policy import FailurePolicy
 from trinity.core.frontend import FrontendCore

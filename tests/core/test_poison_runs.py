@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from core.test_recovery_runs import check_readers
 from support.poisoned import CALM, Poison, calm_cluster, poisoned_cluster
+from support.reader_checks import TYPED, check_readers
 from trinity.core.failure_policy import FailurePolicy
 from trinity.core.frontend import FrontendCore
 from trinity.core.frontend_request import FrontendRequest
@@ -23,15 +23,6 @@ from trinity.core.messages import Send
 DEFAULT = FailurePolicy()
 EARLY = FailurePolicy(alone_after=1)
 PATIENT = FailurePolicy(recoveries=20, wait_s=60.0)
-TYPED = {
-    "PoisonRequest",
-    "StageError",
-    "RequestTooLarge",
-    "Overloaded",
-    "MigrationError",
-    "DeadlineExceeded",
-    "RequestError",
-}
 
 
 def play(poison: Poison, limit: int = 300_000) -> Counter[str]:

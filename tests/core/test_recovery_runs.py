@@ -15,6 +15,7 @@ import pytest
 from support.core_tables import work
 from support.deadly import deadly_cluster
 from support.every_order import Search
+from support.reader_checks import check_readers
 from trinity.core import frontend, frontend_request
 from trinity.core.failure_policy import FailurePolicy
 from trinity.core.frontend import FrontendCore
@@ -26,15 +27,6 @@ from trinity.testing.virtual import Durations, VirtualCluster, make_settings
 
 POLICY = FailurePolicy(recoveries=20, wait_s=10.0)
 AT_ALL = 300
-TYPED = {
-    "PoisonRequest",
-    "StageError",
-    "RequestTooLarge",
-    "Overloaded",
-    "MigrationError",
-    "DeadlineExceeded",
-    "RequestError",
-}
 POOLS = {"image": 16, "kv": 32}
 STILL = Durations(lambda *_: 0.01, lambda *_: 1.0, lambda *_: 0.1)
 
@@ -49,16 +41,6 @@ def run(seed: int, failures: FailurePolicy = POLICY, limit: int = 1_000_000) -> 
         raise
     assert (cluster.frontend.waiting_bytes, cluster.frontend.kept_bytes) == (0, 0)
     return cluster
-
-
-def check_readers(cluster: VirtualCluster) -> None:
-    """Every reader has one end and each token once, in order: all of them, unless it left or has a typed error."""
-    for outcome in cluster.outcomes.values():
-        assert outcome.end is not None
-        assert outcome.tokens == list(range(1, len(outcome.tokens) + 1))
-        if outcome.end.reason == "length":
-            assert len(outcome.tokens) == outcome.work.max_tokens
-        assert outcome.end.failure is None or outcome.end.failure.error in TYPED
 
 
 def count(cluster: VirtualCluster, seen: Counter[str]) -> None:

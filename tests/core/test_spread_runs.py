@@ -14,6 +14,7 @@ import pytest
 
 from support.core_tables import brief, done, make_core, sent, work
 from support.every_order import Search
+from support.reader_checks import check_readers
 from support.spread_clusters import spread_cluster, strike
 from trinity.core import InstanceCore
 from trinity.core.failure_policy import NO_RECOVERY, FailurePolicy
@@ -30,15 +31,6 @@ from trinity.testing.virtual import Durations, VirtualCluster, make_settings
 
 POLICY = FailurePolicy(recoveries=20, wait_s=10.0)
 AT_ALL = 300
-TYPED = {
-    "PoisonRequest",
-    "StageError",
-    "RequestTooLarge",
-    "Overloaded",
-    "MigrationError",
-    "DeadlineExceeded",
-    "RequestError",
-}
 
 
 def run(seed: int, deaths: bool = True, limit: int = 1_000_000) -> VirtualCluster:
@@ -50,16 +42,6 @@ def run(seed: int, deaths: bool = True, limit: int = 1_000_000) -> VirtualCluste
         error.add_note(f"spread_cluster({seed}), {deaths=}")
         raise
     return cluster
-
-
-def check_readers(cluster: VirtualCluster) -> None:
-    """Every reader has one end and each token once, in order: all of them, unless it left or has a typed error."""
-    for outcome in cluster.outcomes.values():
-        assert outcome.end is not None
-        assert outcome.tokens == list(range(1, len(outcome.tokens) + 1))
-        if outcome.end.reason == "length":
-            assert len(outcome.tokens) == outcome.work.max_tokens
-        assert outcome.end.failure is None or outcome.end.failure.error in TYPED
 
 
 def count(cluster: VirtualCluster, seen: Counter[str]) -> None:

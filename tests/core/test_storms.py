@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from core.test_recovery_runs import check_readers, run
+from core.test_recovery_runs import run
 from support.core_tables import brief, peer_up, work
 from support.deadly import deadly_cluster
+from support.reader_checks import check_readers
 from support.recovering import emit, end_of, quiet, recovering, told
 from support.storms import watch_storms
 from trinity.core import frontend_starts

@@ -11,10 +11,11 @@ from dataclasses import replace
 
 import pytest
 
-from core.test_recovery_runs import AT_ALL, IMAGE, POLICY, POOLS, ROOM, STILL, check_readers
+from core.test_recovery_runs import AT_ALL, IMAGE, POLICY, POOLS, ROOM, STILL
 from support.core_tables import make_core, make_frontend, sent, work
 from support.deadly import switching_cluster
 from support.every_order import Search
+from support.reader_checks import check_readers
 from trinity.core.failure_policy import FailurePolicy
 from trinity.core.frontend_request import FrontendRequest
 from trinity.core.instance.settings import Settings

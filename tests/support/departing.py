@@ -10,7 +10,8 @@ from random import Random
 from msgspec.structs import replace as replace_work
 
 from support.deadly import deadly_cluster
-from support.moving import POLICY, TYPED, WIDE, moves_of
+from support.moving import POLICY, WIDE, moves_of
+from support.reader_checks import check_readers
 from support.scenarios import KV_BLOCK, MEDIA_BLOCK, largest_need, pressed_cluster, random_cluster, random_works
 from trinity.core.instance.settings import Settings
 from trinity.core.messages import FRONTEND
@@ -113,12 +114,7 @@ def run(seed: int, deaths: bool = True, limit: int = 1_000_000) -> VirtualCluste
     cluster = departing_cluster(seed, deaths)
     try:
         cluster.run(limit)
-        for outcome in cluster.outcomes.values():
-            assert outcome.end is not None
-            assert outcome.tokens == list(range(1, len(outcome.tokens) + 1))
-            if outcome.end.reason == "length":
-                assert len(outcome.tokens) == outcome.work.max_tokens
-            assert outcome.end.failure is None or outcome.end.failure.error in TYPED
+        check_readers(cluster)
         assert (cluster.frontend.waiting_bytes, cluster.frontend.kept_bytes) == (0, 0)
     except BaseException as error:
         error.add_note(f"departing_cluster({seed}, {deaths})")

@@ -8,6 +8,7 @@ from random import Random
 
 from support.core_tables import work
 from support.deadly import deadly_cluster
+from support.reader_checks import check_readers
 from support.scenarios import PLACEMENTS, pressed_cluster, random_cluster
 from trinity.core.failure_policy import FailurePolicy
 from trinity.core.frontend import Abort, Deliver
@@ -19,15 +20,6 @@ from trinity.testing.virtual import Durations, VirtualCluster, make_settings
 
 PRECOPY: tuple[PrecopyMode, ...] = ("on", "off", "auto")
 POLICY = FailurePolicy(recoveries=20, wait_s=10.0)
-TYPED = {
-    "PoisonRequest",
-    "StageError",
-    "RequestTooLarge",
-    "Overloaded",
-    "MigrationError",
-    "DeadlineExceeded",
-    "RequestError",
-}
 WIDE = [each for each in PLACEMENTS if sum("D" in roles for _, roles in Placement.parse(each).instances()) > 1]
 
 
@@ -105,12 +97,7 @@ def run(seed: int, limit: int = 1_000_000) -> VirtualCluster:
     cluster = moving_cluster(seed)
     try:
         cluster.run(limit)
-        for outcome in cluster.outcomes.values():
-            assert outcome.end is not None
-            assert outcome.tokens == list(range(1, len(outcome.tokens) + 1))
-            if outcome.end.reason == "length":
-                assert len(outcome.tokens) == outcome.work.max_tokens
-            assert outcome.end.failure is None or outcome.end.failure.error in TYPED
+        check_readers(cluster)
         assert (cluster.frontend.waiting_bytes, cluster.frontend.kept_bytes) == (0, 0)
     except BaseException as error:
         error.add_note(f"moving_cluster({seed})")

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from support.core_tables import Row, brief, done, emptied, make_core, sent, table, work
 from support.every_order import Search
+from support.reader_checks import check_readers
 from support.spread_clusters import spread_cluster, strike
 from trinity.core import InstanceCore, spread
 from trinity.core.failure_policy import NO_RECOVERY, FailurePolicy
@@ -202,10 +203,7 @@ def run(seed: int, limit: int = 1_000_000, deaths: bool = True) -> VirtualCluste
     cluster = spread_cluster(seed, POLICY, PLACEMENTS[seed % len(PLACEMENTS)])
     try:
         (strike(cluster, seed) if deaths else cluster).run(limit)
-        for outcome in cluster.outcomes.values():
-            assert outcome.end is not None
-            assert outcome.tokens == list(range(1, len(outcome.tokens) + 1))
-            assert outcome.end.reason != "length" or len(outcome.tokens) == outcome.work.max_tokens
+        check_readers(cluster)
     except BaseException as error:
         error.add_note(f"run({seed}, {deaths=})")
         raise
