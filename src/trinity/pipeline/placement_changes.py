@@ -34,7 +34,7 @@ from trinity.remote import instance_processes, planned_restart, supervisor
 from trinity.remote.wire import Setup
 from trinity.runtime import loader
 from trinity.runtime.host import InstanceHost, LoadedInstance
-from trinity.runtime.shielded_wait import run_to_end
+from trinity.runtime.shielded_wait import carry_through, run_to_end
 from trinity.timeline import Timeline
 
 logger = logging.getLogger("trinity")
@@ -242,10 +242,13 @@ class PlacementChanges:
         return self._note(done, instances, began, began)
 
     async def _end(self, name: str, drain_s: float) -> Switch:
-        """End an instance for good."""
+        """End an instance for good. Cancelled once it is empty, it ends all the same, and is noted."""
+        emptying = _Emptying(self._frontend, name, drain_s)
+        return await carry_through(self._end_once_empty(name, emptying), emptying.goes_on)
+
+    async def _end_once_empty(self, name: str, emptying: _Emptying) -> Switch:
         former = next(each for each in self.instances if each.name == name)
         instances, began = [each for each in self.instances if each is not former], time.perf_counter()
-        emptying = _Emptying(self._frontend, name, drain_s)
         if self._processes is not None:
             await planned_restart.end_life(self._processes, name, emptying.wait())
         else:
@@ -255,11 +258,14 @@ class PlacementChanges:
         return self._note(done, instances, began, emptied)
 
     async def _begin_anew(self, spec: Instance, drain_s: float) -> Switch:
-        """End the present life of an instance, and begin the next one by these settings."""
+        """End the present life of an instance, and begin the next one by these settings; cancelled as in ``_end``."""
+        emptying = _Emptying(self._frontend, spec.name, drain_s)
+        return await carry_through(self._begin_once_empty(spec, emptying), emptying.goes_on)
+
+    async def _begin_once_empty(self, spec: Instance, emptying: _Emptying) -> Switch:
         former = next(each for each in self.instances if each.name == spec.name)
         instances = [spec if each is former else each for each in self.instances]
         began = time.perf_counter()
-        emptying = _Emptying(self._frontend, spec.name, drain_s)
         if self._processes is not None:
             setups = self._make_setups(instances)
             loaded_at = await planned_restart.replace_life(self._processes, spec.name, setups, emptying.wait())
@@ -305,6 +311,10 @@ class _Emptying:
     def __init__(self, frontend: FrontendHost, name: str, drain_s: float) -> None:
         self._frontend, self._name, self._drain_s = frontend, name, drain_s
         self.emptied, self.ended_at = False, 0.0
+
+    def goes_on(self) -> bool:
+        """True before it was waited for to its end: until then the instance may stay as it was."""
+        return not self.ended_at
 
     async def wait(self) -> bool:
         """Return True once no request is there, False after ``drain_s``. Raises ``ClosedError`` once it is closed."""

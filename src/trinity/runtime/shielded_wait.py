@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from typing import Any, TypeVar
 
 import anyio
+
+from trinity.errors import TrinityError
 
 T = TypeVar("T")
 
@@ -30,3 +33,19 @@ async def wait_shielded(future: asyncio.Future[T]) -> T:
 async def run_to_end(function: Callable[..., T], *arguments: Any, **named: Any) -> T:
     """Run a function on a thread, and wait for its end also if cancelled: nothing stops what a thread has begun."""
     return await wait_shielded(asyncio.ensure_future(asyncio.to_thread(function, *arguments, **named)))
+
+
+async def carry_through(work: Coroutine[Any, Any, T], may_stop: Callable[[], bool]) -> T:
+    """Run work as a task. A cancel of the caller reaches it while it may stop; else it is raised after the work's end.
+
+    So what the work has done is also noted by it. Its own error is dropped where the caller is cancelled.
+    """
+    task = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        if may_stop():
+            task.cancel()
+        with suppress(asyncio.CancelledError, TrinityError):
+            await wait_shielded(task)
+        raise
