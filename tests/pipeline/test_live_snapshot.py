@@ -134,6 +134,38 @@ async def test_a_kill_and_the_restart_show() -> None:
         assert [each.epoch for each in take_snapshot(pipe).instances] == [0, 0, 1]
 
 
+async def test_a_change_and_a_recovery_show() -> None:
+    slow = EmulatedModel(shape=MODEL.shape, cost=SLOW, scale=2048)
+    async with Pipeline(slow, "1EP2D", cache=CacheConfig(pools=POOLS)) as pipe:
+        async with pipe.stream(EmulatedRequest(text_tokens=20, max_tokens=40)) as stream, asyncio.timeout(60):
+            while not (stream.token_count and stream.place.startswith("D")):
+                await asyncio.sleep(0.002)
+            switching = asyncio.create_task(pipe.switch(stream.place, "EPD", drain_s=0))
+            while not take_snapshot(pipe).change:
+                await asyncio.sleep(0.001)
+            name = stream.place
+            assert take_snapshot(pipe).change == pipe.change == f"instance {name} switches to EPD"
+            await switching
+            assert len((await stream.collect()).token_ids) == 40
+        found = take_snapshot(pipe)
+        assert (found.change, found.recoveries) == ("", stream.output.lives - 1)
+        assert {each.name: each.roles for each in found.instances}[name] == "EPD"
+
+
+async def test_a_planned_life_is_told_from_a_loss() -> None:
+    async with emulated("1EP2D", hosting="process") as pipe:
+        await pipe.switch("D1", "EPD")
+        assert [(each.state, each.epoch, each.planned) for each in take_snapshot(pipe).instances] == [
+            ("up", 0, False), ("up", 0, False), ("up", 1, True),
+        ]  # fmt: skip
+        os.kill(pipe.processes["D1"].process, signal.SIGKILL)
+        async with asyncio.timeout(60):
+            while (found := take_snapshot(pipe).instances[2]).epoch < 2 or found.state != "up":
+                await asyncio.sleep(0.01)
+        assert not found.planned
+        assert "ended" in found.why
+
+
 # ---------------------------------------------------------------- one feed for all
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
+import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,13 +30,19 @@ HOSTILE = (
     "javascript:document.title='taken'",
 )
 
+TEXT = "document.getElementById('{}').innerText"
+
 pytestmark = pytest.mark.slow  # a browser takes seconds of CPU to start
 
 
 @asynccontextmanager
-async def looked_at(folder: Path, config: ServerConfig | None = None) -> AsyncIterator[tuple[EmulatedServer, Page]]:
+async def looked_at(
+    folder: Path, config: ServerConfig | None = None, placement: str = "1E2P1D", **named: Any
+) -> AsyncIterator[tuple[EmulatedServer, Page]]:
     model = EmulatedModel(shape=MODEL.shape, cost=SLOW, scale=2048)
-    async with chromium(folder) as page, serve_emulated("1E2P1D", config, model, SLO(2.0, 0.5)) as served:
+    async with chromium(folder) as page, serve_emulated(
+        placement, config, model, SLO(2.0, 0.5), **named
+    ) as served:
         await page.size(1280, 900)
         await page.open(f"{served.url}/live")
         yield served, page
@@ -79,3 +88,38 @@ async def test_a_key_is_asked_for_and_a_plan_shown(tmp_path: Path) -> None:
             "2",
             "0.5",
         ]
+
+
+async def test_a_switch_and_a_recovery_are_told(tmp_path: Path) -> None:
+    async with looked_at(tmp_path, placement="1E2P2D", hosting="process") as (served, page):
+        pipe = served.pipe
+        await page.until("document.getElementById('link').textContent === 'live'")
+        asked = [EmulatedRequest(image_tokens=(576,), max_tokens=80, request_id=f"r{number}") for number in range(8)]
+        running = [asyncio.create_task(pipe.complete(each)) for each in asked]
+        async with asyncio.timeout(60):
+            while not any(each.place == "D1" and each.token_count for each in pipe.streams):
+                await asyncio.sleep(0.01)
+        switching = asyncio.create_task(pipe.switch("P1", "D"))
+        await page.until(f"{TEXT.format('about')}.includes('instance P1 switches to D')")
+        await switching
+        await page.until(f"{TEXT.format('log')}.includes('P1 was prefill and is decode now')")
+        assert "was lost" not in await page.evaluate(TEXT.format("log")), "a change that was asked for is no loss"
+        columns = "[...document.querySelectorAll('.column')].map(each => each.querySelectorAll('.instance').length)"
+        assert await page.evaluate(columns) == [1, 1, 1, 3]
+        assert await page.evaluate("document.getElementById('title').textContent") == "emulated on 1E1P3D"
+
+        asked = [EmulatedRequest(text_tokens=30, max_tokens=400, request_id=f"s{number}") for number in range(8)]
+        running += [asyncio.create_task(pipe.complete(each)) for each in asked]
+        async with asyncio.timeout(60):
+            while not any(each.place == "D1" and each.token_count for each in pipe.streams):
+                await asyncio.sleep(0.01)
+        os.kill(pipe.processes["D1"].process, signal.SIGKILL)
+        await page.until(f"{TEXT.format('log')}.includes('D1 was lost')")
+        outputs = await asyncio.gather(*running)
+        again = sum(each.lives - 1 for each in outputs)
+        assert again > 0
+        await page.until(f"{TEXT.format('numbers')}.replace(/\\s+/g, ' ').includes('{again} recoveries')")
+        await page.until(f"{TEXT.format('log')}.includes('went on at another instance')")
+        await page.until(f"{TEXT.format('log')}.includes('D1 is up again, in life 2')")
+        await page.draw(tmp_path / "page.png")
+        assert page.problems == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import httpx2
 
@@ -36,9 +37,10 @@ async def serve_emulated(
     config: trinity.server.ServerConfig | None = None,
     model: EmulatedModel = MODEL,
     slo: SLO | None = None,
+    **named: Any,
 ) -> AsyncIterator[EmulatedServer]:
-    """Serve an emulated model over HTTP, for requests that a test gives to ``pipe``."""
-    async with Pipeline(model, placement, cache=CacheConfig(pools=POOLS), slo=slo) as pipe:
+    """Serve an emulated model over HTTP, for requests that a test gives to ``pipe``. ``named``: of ``Pipeline``."""
+    async with Pipeline(model, placement, cache=CacheConfig(pools=POOLS), slo=slo, **named) as pipe:
         app = trinity.server.app(pipe, config)
         async with (
             listening(app, app.state.server, drain_s=5.0) as (url, running),

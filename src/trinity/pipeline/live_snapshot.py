@@ -34,7 +34,8 @@ class LiveInstance(msgspec.Struct, frozen=True):
     """An instance.
 
     - ``state``: as ``InstanceHealth`` has it; that of the pipeline where instances are threads.
-    - ``epoch``, ``why``, ``next_start_s``: restarts so far, the last loss, seconds until the next start.
+    - ``epoch``, ``planned``: lives so far but the first; True where the last one ended for a change of the placement.
+    - ``why``, ``next_start_s``: why that ended, seconds until the next start.
     - ``pools`` (blocks): free and all, by kind. ``ahead_s`` (seconds): predicted work that waits, by stage.
     - ``waiting``, ``decoding``: requests here without a token so far, and with one.
     """
@@ -43,6 +44,7 @@ class LiveInstance(msgspec.Struct, frozen=True):
     roles: str
     state: str
     epoch: int = 0
+    planned: bool = False
     why: str = ""
     next_start_s: float | None = None
     pools: dict[str, tuple[int, int]] = {}
@@ -90,11 +92,12 @@ class LiveSnapshot(msgspec.Struct, frozen=True):
     - ``time`` (seconds since 1970); ``number``: counts the snapshots of one feed.
     - ``slo`` (seconds): TTFT and TBT bounds. ``judged``: ended requests that these are for; ``met``: of them those that
       met them, by rule.
+    - ``change``: the change of the placement that is under way, as ``Pipeline.change`` has it.
     - ``requests``, ``unlisted``: up to 200 that are served now, oldest first, and how many more there are.
     - ``ended``: since the last snapshot, of those that it listed.
     - ``output_tokens``: of all requests so far, those served now included.
     - ``finished``, ``refused``, ``spans``, ``transfers``: of all requests that have ended. ``spans`` are [seconds,
-      requests that had it] by name.
+      requests that had it] by name. ``recoveries``: losses of an instance after which they went on.
     """
 
     time: float
@@ -104,6 +107,7 @@ class LiveSnapshot(msgspec.Struct, frozen=True):
     placement: str
     hosting: str
     slo: tuple[float, float] | None
+    change: str
     instances: tuple[LiveInstance, ...]
     requests: tuple[LiveRequest, ...]
     unlisted: int
@@ -114,6 +118,7 @@ class LiveSnapshot(msgspec.Struct, frozen=True):
     met: dict[str, int] | None
     output_tokens: int
     preemptions: int
+    recoveries: int
     spans: dict[str, tuple[float, int]]
     transfers: tuple[LiveTransfer, ...]
 
@@ -133,6 +138,7 @@ def take_snapshot(pipe: Pipeline, number: int = 1, watched: Iterable[Stream] = (
         placement=name_placement(pipe),
         hosting=pipe.hosting,
         slo=None if slo is None else (slo.ttft, slo.tbt),
+        change=pipe.change,
         instances=_describe_instances(pipe, streams),
         requests=tuple(_describe_request(each, now) for each in streams[:MOST_SHOWN]),
         unlisted=max(0, len(streams) - MOST_SHOWN),
@@ -143,6 +149,7 @@ def take_snapshot(pipe: Pipeline, number: int = 1, watched: Iterable[Stream] = (
         met=counts["met"],
         output_tokens=counts["tokens"]["output"] + sum(each.token_count for each in streams),
         preemptions=counts["preemptions"],
+        recoveries=counts["recoveries"],
         spans=_sum_spans(pipe.metrics),
         transfers=_list_transfers(pipe.metrics),
     )
@@ -169,6 +176,7 @@ def _describe_instances(pipe: Pipeline, streams: Iterable[Stream]) -> tuple[Live
                 roles=instance.roles,
                 state=life.state if pipe.state == "running" else pipe.state,
                 epoch=life.epoch,
+                planned=life.planned,
                 why=life.why,
                 next_start_s=life.next_start_s,
                 pools={kind: (load.free.get(kind, size), size) for kind, size in pools.get(name, {}).items()},

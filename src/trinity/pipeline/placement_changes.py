@@ -89,6 +89,11 @@ class PlacementChanges:
     _processes: instance_processes.InstanceSupervisor | None = None
     _changing = ""
 
+    @property
+    def change(self) -> str:
+        """The change that is under way, "instance E1 switches to D"; "" where none is."""
+        return self._changing
+
     async def switch(self, name: str, roles: str, *, drain_s: float = DRAIN_S) -> Switch:
         """Have an instance switch to other roles: ``await pipe.switch("E1", "D")``; it keeps its name.
 

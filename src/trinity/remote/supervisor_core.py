@@ -125,7 +125,7 @@ class SupervisorCore:
         elif state == "lost" and member.planned:
             state = "starting"
         left = max(0.0, member.due - now) if member.phase is LifePhase.WAITING and member.due < inf else None
-        return InstanceHealth(name, state, max(0, member.epoch), member.losses, member.why, left)
+        return InstanceHealth(name, state, max(0, member.epoch), member.losses, member.why, left, member.planned)
 
     # ------------------------------------------------------------ a life
 

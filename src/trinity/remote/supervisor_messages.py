@@ -19,7 +19,7 @@ class InstanceHealth(msgspec.Struct, frozen=True):
       to have other roles once it is empty; requests go past it), "lost" (it will be started again) or "closed".
     - ``epoch``: how often it was started again; one start more than this in all.
     - ``losses``: in a row, without half a minute of service between them.
-    - ``why`` (""): the last loss.
+    - ``why`` (""): why its last life ended. ``planned``: it ended for a change of roles, and is no loss.
     - ``next_start_s`` (seconds, None): until it is started again, if it is lost.
     """
 
@@ -29,6 +29,7 @@ class InstanceHealth(msgspec.Struct, frozen=True):
     losses: int = 0
     why: str = ""
     next_start_s: float | None = None
+    planned: bool = False
 
 
 # ---------------------------------------------------------------- events
