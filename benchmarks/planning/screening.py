@@ -37,6 +37,7 @@ SETTINGS: Mapping[str, dict[str, Any]] = {
     "depth=2": {"depth": 2},
     "kv=layer": {"transfers": TransferPolicy(kv="layer")},
     "kv=grouped": {"transfers": TransferPolicy(kv="grouped")},
+    "spread=4": {"spread": 4},
 }
 MODELS = ("llava-1.5-7b", "qwen2-vl-7b", "minicpm-v-2.6", "internvl2-8b")
 SLOS = (SLO(0.5, 0.06), SLO(0.5, 0.08), SLO(0.7, 0.1), SLO(1.0, 0.06), SLO(1.0, 0.1))

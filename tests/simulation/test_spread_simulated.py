@@ -83,7 +83,7 @@ def test_the_compiled_engine_says_that_it_has_one_encoder_a_request() -> None:
         simulator(6, backend="compiled").replay(at_rest(2), "6E1P1D")
 
 
-@pytest.mark.parametrize("placement", ["8EPD", "1E6P1D", "7EP1D"])
+@pytest.mark.parametrize("placement", ["1EPD7PD", "1E6P1D", "1EP7D"])
 def test_where_nobody_could_help_nothing_changes(placement: str) -> None:
     assert simulator(6).why_python(placement) == simulator(1).why_python(placement)
     assert simulator(6).settings(placement) == simulator(1).settings(placement)

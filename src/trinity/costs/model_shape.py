@@ -119,6 +119,10 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
         language = self.language
         return 2 * language.layers * language.kv_heads * language.head_dim * (self.kv_dtype_bytes or self.dtype_bytes)
 
+    def tiles(self, tokens: int, width: int = 0, height: int = 0) -> tuple[int, ...]:
+        """List the visual tokens of each tile of an image, as ``visual_tokens.list_tiles`` of its rule does."""
+        return visual_tokens.list_tiles(self.visual_tokens, tokens, width, height)
+
     @property
     def feature_bytes(self) -> int:
         """Bytes of one visual token in the image cache."""

@@ -36,15 +36,29 @@ def anyres_tokens(
 
     Each row of patches ends with one more token. ``tile`` and ``patch``: edges in pixels.
     """
+    return sum(anyres_tiles(width, height, grids=grids, tile=tile, patch=patch))
+
+
+def anyres_tiles(
+    width: int,
+    height: int,
+    *,
+    grids: Sequence[Sequence[int]] = LLAVA_NEXT_GRIDS,
+    tile: int = 336,
+    patch: int = 14,
+) -> tuple[int, ...]:
+    """LLaVA-NeXT: visual tokens of the whole image as one tile, then of each row of tiles; padding may leave it none."""
     _check_size(width, height)
     best_height, best_width = _best_grid(width, height, grids)
-    side = tile // patch
-    rows, columns = side * (best_height // tile), side * (best_width // tile)
+    side, lines = tile // patch, best_height // tile
+    rows, columns = side * lines, side * (best_width // tile)
+    top = left = 0  # padding on either side, in patches
     if width / height > columns / rows:
-        rows -= 2 * ((rows - int(round(height * (columns / width), 7))) // 2)
+        top = (rows - int(round(height * (columns / width), 7))) // 2
     else:
-        columns -= 2 * ((columns - int(round(width * (rows / height), 7))) // 2)
-    return side * side + rows * (columns + 1)
+        left = (columns - int(round(width * (rows / height), 7))) // 2
+    kept = [min(side * (line + 1), rows - top) - max(side * line, top) for line in range(lines)]
+    return (side * side, *(max(0, each) * (columns - 2 * left + 1) for each in kept))
 
 
 def _best_grid(width: int, height: int, grids: Sequence[Sequence[int]]) -> tuple[int, int]:
@@ -166,6 +180,25 @@ _RULES: Mapping[str, VisualTokenRule] = {  # by the names under which they are s
     "pan_and_scan": pan_and_scan_tokens,
     "split": split_tokens,
 }
+
+
+_EQUAL_TILES: Mapping[Any, int] = {tile_tokens: 256, slice_tokens: 64, split_tokens: 169}
+"""Visual tokens of a tile where a rule's settings do not say, of those that have tiles of one size."""
+
+
+def list_tiles(rule: VisualTokenRule, tokens: int, width: int = 0, height: int = 0) -> tuple[int, ...]:
+    """List the visual tokens of each tile of an image, in order; ``(tokens,)`` for one that is encoded in one.
+
+    ``width`` and ``height`` (pixels, 0: unknown) are needed for LLaVA-NeXT alone, whose tiles are rows of tiles. What
+    does not add up to ``tokens`` is in one, as it is where it is served.
+    """
+    bound = rule if isinstance(rule, partial) else partial(rule)
+    if bound.func is anyres_tokens and width and height and not bound.args:
+        tiles = anyres_tiles(width, height, **bound.keywords)
+    else:
+        each = int(bound.keywords.get("tokens", _EQUAL_TILES.get(bound.func, 0)))
+        tiles = (each,) * (tokens // each) if bound.func in _EQUAL_TILES and each > 0 else ()
+    return tiles if sum(tiles) == tokens and min(tiles, default=0) > 0 else (tokens,)
 
 
 def encode_rule(rule: Any) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from trinity.core.image_strips import cut_span
 from trinity.core.messages import MediaSpan, Work
 from trinity.emulation.content import PLACEHOLDER, prompt_ids
 from trinity.emulation.model import EmulatedModel, EmulatedRequest
@@ -12,7 +13,6 @@ from trinity.errors import BadMedia, ClosedError, RequestError, RequestTooLarge,
 from trinity.preprocess.generation_config import resolve_sampling
 from trinity.preprocess.media_limits import MediaLimits
 from trinity.preprocess.processor import ProcessedRequest, RequestProcessor
-from trinity.preprocess.strips import share_evenly
 from trinity.request import Request, check_request
 from trinity.simulation.workload import HASH_TOKENS
 
@@ -123,10 +123,12 @@ def _spans(request: EmulatedRequest, images: Sequence[int], tile: int, most: int
     for at, (count, asked) in enumerate(zip(images, request.image_tokens, strict=True)):
         name = request.contents[at] if request.contents else f"{request.request_id}.{at}"
         width, height = asked if isinstance(asked, Sequence) else (0, 0)
-        ranges = share_evenly(-(-count // tile), most) if tile else [(0, 1)]
-        for strip, (first, end) in enumerate(ranges):
-            content = f"{name}:{count}" + (f"/{first}-{end}" if len(ranges) > 1 else "")
-            rows = min(end * tile, count) - first * tile if tile else count
-            spans.append(MediaSpan("image", rows, offset, rows, content, False, {}, width, height, strip))
-            offset += rows
+        image = MediaSpan("image", count, offset, count, f"{name}:{count}", False, {}, width, height)
+        spans += cut_span(image, _tiles(count, tile), most)
+        offset += count
     return tuple(spans)
+
+
+def _tiles(count: int, tile: int) -> list[int]:
+    """List the rows of each tile, of which the last may have fewer; one where there are none."""
+    return [min(tile, count - first) for first in range(0, count, tile)] if tile else [count]

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from trinity.core.image_strips import name_strip, share_evenly
 from trinity.preprocess.media_items import MediaItem
 
 GRID_CROP = "grid_crop"
@@ -55,17 +56,11 @@ def cut_item(item: MediaItem, places: Sequence[int], most: int, layout: str, con
             item,
             tokens=sum(tiles.tokens[first:end]),
             inputs=tiles.inputs(first, end),
-            content=f"{item.content}/{first}-{end}",
+            content=name_strip(item.content, first, end),
             strip=number,
         )
         for number, (first, end) in enumerate(ranges)
     ]
-
-
-def share_evenly(tiles: int, most: int) -> list[tuple[int, int]]:
-    """Share tiles out among at most ``most`` strips: the range of each."""
-    count = max(1, min(most, tiles))
-    return list(pairwise(number * tiles // count for number in range(count + 1)))
 
 
 def _runs(places: Sequence[int]) -> list[int]:

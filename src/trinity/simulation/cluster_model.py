@@ -170,7 +170,7 @@ class SimulatedCluster(EventLoop):
         super().__init__(instances, routing, max_waiting, spread=spread)
         self.timed = any(core.next_timer() is not None for core in self.cores.values())
         self.cluster, self.jobs, self.shared, self.interference = cluster, jobs, shared, interference
-        self.ask, self.context = ask, model.context
+        self.ask, self.context, self.strips = ask, model.context, spread
         self.asking = any(asked_tokens(job, ask, model.context) > job.max_tokens for job in jobs)
         self.workers = {
             name: SimulatedInstance(core, place, cost, model)
@@ -196,7 +196,7 @@ class SimulatedCluster(EventLoop):
 
     def work(self, number: int) -> Work:
         """Build the request that the front end receives for the job of this number."""
-        work = work_of(self.jobs[number], number, self.shared)
+        work = work_of(self.jobs[number], number, self.shared, self.strips)
         most = asked_tokens(self.jobs[number], self.ask, self.context)
         return work if most == work.max_tokens else replace(work, max_tokens=most, stop_ids=frozenset({STOP.token}))
 

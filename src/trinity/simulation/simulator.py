@@ -92,7 +92,8 @@ class Simulator:
     - ``budgets`` (None): ``StepBudgets`` of every instance, or by roles. None: the largest that keep a step within the
       latency bound of the instance's roles, as a pipeline with this SLO searches them (Algorithm 1, line 5).
     - ``routing`` ("round_robin"): a policy's name.
-    - ``spread`` (count, 1): encoders of one request, as a pipeline's; where it matters, the cores replay.
+    - ``spread`` (count, 1): instances with E that may encode one request's images, and the tiles of one image, as a
+      pipeline's; where there are several of them, the cores replay.
     - ``lanes`` (("joint",)): of instances that encode beside another stage.
     - ``interference`` (factor, None): slow-down of each of two lanes while both are busy. None: as in ``cost``.
     - ``transfers`` (None): ``TransferPolicy``. ``kv="auto"`` is taken as "off": streaming gains a goodput 2 % at most
@@ -177,9 +178,9 @@ class Simulator:
         return list(self._last[2])
 
     def _spread_on(self, placement: Placement | str) -> int:
-        """Count the encoders that a request may have: more than one instance may ask and help, or there is one."""
+        """Count the encoders that a request may have: one where no other instance with E could help."""
         parsed = Placement.parse(placement) if isinstance(placement, str) else placement
-        count = sum("E" in roles and "P" not in roles for _, roles in parsed.instances())
+        count = sum("E" in roles for _, roles in parsed.instances())
         return self.spread if count > 1 else 1
 
     def _settings(self, name: str, roles: str, place: int, shared: bool, helped: bool) -> Settings:
@@ -318,7 +319,8 @@ class Simulator:
     @check_call
     def prepare(self, trace: Trace, placement: Placement | str, *, record: bool = False) -> SimulatedCluster:
         """Set up the cores and the requests, before the first event."""
-        jobs = jobs_of(trace, self.model)
+        spread = self._spread_on(placement)
+        jobs = jobs_of(trace, self.model, tiled=spread > 1)
         shared = has_shared_content(jobs)
         settings = self.settings(placement, shared=shared)
         return SimulatedCluster(
@@ -333,7 +335,7 @@ class Simulator:
             shared=shared,
             record=record,
             ask=self.ask,
-            spread=self._spread_on(placement),
+            spread=spread,
         )
 
     def _policy(self) -> Callable[[], RoutingPolicy]:

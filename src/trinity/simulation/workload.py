@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import chain, repeat
 from typing import NamedTuple
 
@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from trinity.core.image_strips import cut_span
 from trinity.core.messages import IMAGE, MediaSpan, Work
 from trinity.costs.model_shape import ModelShape
 from trinity.errors import ConfigError
@@ -32,6 +33,7 @@ class Job(msgspec.Struct, frozen=True, gc=False):
     - ``hash_ids``: of the prompt's blocks of ``HASH_TOKENS`` tokens.
     - ``refused``: the reason why the model cannot take it; "" where it can.
     - ``asked`` (tokens, 0: unknown): the request's own limit of its output.
+    - ``tiles`` (tokens): of each image, its tiles that are encoded by themselves; empty where nobody asked for them.
     """
 
     at: float
@@ -41,19 +43,20 @@ class Job(msgspec.Struct, frozen=True, gc=False):
     hash_ids: tuple[int, ...] = ()
     refused: str = ""
     asked: int = 0
+    tiles: tuple[tuple[int, ...], ...] = ()
 
 
-def jobs_of(trace: Trace, model: ModelShape) -> list[Job]:
-    """Make one job for each row, in the trace's order.
+def jobs_of(trace: Trace, model: ModelShape, *, tiled: bool = False) -> list[Job]:
+    """Make one job for each row, in the trace's order; with the tiles of its images where ``tiled``.
 
     An image of unknown tokens has those of the model's rule for its size, or of a usual image. An image without a name
     for its content is equal to no other. The output has ``output_length`` tokens, at least one and at most what the
     context leaves. A row that was cut short has those expected of it (``fill_cut_outputs``).
     """
-    return [_job(row, number, model) for number, row in enumerate(fill_cut_outputs(trace))]
+    return [_job(row, number, model, tiled) for number, row in enumerate(fill_cut_outputs(trace))]
 
 
-def _job(row: TraceRow, number: int, model: ModelShape) -> Job:
+def _job(row: TraceRow, number: int, model: ModelShape, tiled: bool) -> Job:
     at = row.timestamp / 1000
     try:
         tokens = [image.tokens or _tokens(image, model) for image in row.images]
@@ -68,7 +71,12 @@ def _job(row: TraceRow, number: int, model: ModelShape) -> Job:
     if not refused and prompt >= model.context:
         refused = f"with prompts of its context of {model.context:,} tokens or longer"
     most = max(1, min(row.output_length, model.context - prompt))
-    return Job(at, prompt, images, most, tuple(row.hash_ids), refused, row.max_tokens or 0)
+    tiles = tuple(map(partial(_tiles, model), row.images, tokens)) if tiled and not refused else ()
+    return Job(at, prompt, images, most, tuple(row.hash_ids), refused, row.max_tokens or 0, tiles)
+
+
+def _tiles(model: ModelShape, image: TraceImage, tokens: int) -> tuple[int, ...]:
+    return model.tiles(tokens, image.width or 0, image.height or 0)
 
 
 def asked_tokens(job: Job, ask: int, context: int) -> int:
@@ -127,12 +135,16 @@ def has_shared_content(jobs: Iterable[Job]) -> bool:
     return False
 
 
-def work_of(job: Job, number: int, shared: bool) -> Work:
-    """Build the request for the cores. Unless content is ``shared``, only the length of its prompt has a meaning."""
+def work_of(job: Job, number: int, shared: bool, strips: int = 1) -> Work:
+    """Build the request for the cores. Unless content is ``shared``, only the length of its prompt has a meaning.
+
+    An image whose tiles are known is cut into at most ``strips``, as a pipeline's are with that ``spread``.
+    """
     spans: list[MediaSpan] = []
     offset = 0
-    for count, content in job.images:
-        spans.append(MediaSpan(IMAGE, count, offset, count, f"{content}:{count}"))
+    for place, (count, content) in enumerate(job.images):
+        image = MediaSpan(IMAGE, count, offset, count, f"{content}:{count}")
+        spans += cut_span(image, job.tiles[place] if job.tiles else (count,), strips)
         offset += count
     prompt = tuple(_identities(job, number, offset)) if shared else _blank(job.prompt)
     return Work(request=str(number), prompt=prompt, media=tuple(spans), max_tokens=job.max_tokens)
