@@ -27,7 +27,7 @@ WIDE = (448 * 5, 448 * 2)  # pixels: ten tiles and a thumbnail
 
 
 def row(seconds: float, name: str, size: tuple[int, int] = WIDE, **fields: Any) -> TraceRow:
-    image = TraceImage(width=size[0], height=size[1], content=name, **fields)
+    image = TraceImage(width=size[0] or None, height=size[1] or None, content=name, **fields)
     return TraceRow(timestamp=1000 * seconds, input_length=2, text_length=2, output_length=1, images=[image])
 
 
@@ -68,6 +68,14 @@ def test_images_become_strips() -> None:
     assert [(span.tokens, span.content) for span in whole] == [(2816, "a:2816"), (512, "0.1:512"), (300, "0.2:300")]
     assert work(images, 3, tiled=False).media == whole, "nobody asked for tiles"
     assert work(images, 3).prompt == work(images, 1).prompt
+
+
+def test_rows_of_tiles_are_cut_by_the_size_of_the_image() -> None:
+    asked = row(0.0, "a", (2000, 1200))
+    (job,) = jobs_of(Trace([asked]), get_model_shape("llava-next-7b"), tiled=True)
+    assert [span.tokens for span in work_of(job, 0, False, 9).media] == [576, 686, 686]
+    (unknown,) = jobs_of(Trace([row(0.0, "a", (0, 0), tokens=1948)]), get_model_shape("llava-next-7b"), tiled=True)
+    assert [span.tokens for span in work_of(unknown, 0, False, 9).media] == [1948]
 
 
 @pytest.mark.parametrize("encoders", [1, 2, 3, 4, 6])

@@ -1,4 +1,4 @@
-"""Cuts tiles of an image into strips: one rule for requests that are processed, emulated, simulated (EPDServe 3.2.2)."""
+"""Cuts tiles of an image into strips: one rule for what is processed, emulated and simulated (EPDServe 3.2.2)."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def anyres_tiles(
     tile: int = 336,
     patch: int = 14,
 ) -> tuple[int, ...]:
-    """LLaVA-NeXT: visual tokens of the whole image as one tile, then of each row of tiles; padding may leave it none."""
+    """LLaVA-NeXT: visual tokens of the whole image as one tile, then of each row of tiles; padding may leave 0."""
     _check_size(width, height)
     best_height, best_width = _best_grid(width, height, grids)
     side, lines = tile // patch, best_height // tile
