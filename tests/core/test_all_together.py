@@ -18,6 +18,7 @@ from support.together import play, together
 from sweeps import virtual_runs
 from trinity.core.frontend import FrontendCore
 from trinity.core.frontend_request import FrontendRequest
+from trinity.core.frontend_starts import FrontendStarts
 from trinity.core.instance.settings import Settings
 from trinity.core.messages import Tick
 
@@ -78,6 +79,8 @@ FOUND = {
     3488: "who was to run alone waited for ever for an instance that was not reserved for it",
     5317: "who was to run alone, and could be held by no prefill any more, waited for ever for an encoder",
     2940: "a channel that was cut twice lost a message and not those behind it, in this world alone",
+    18_907: "one that ran alone no more took its turn ahead of an older one that had waited for its place",
+    6561: "the check took the present attempt of a request for one that an instance had been told to forget",
     1108: "one whose pause was over at the same moment as an older one's went ahead of it",
 }
 
@@ -121,6 +124,19 @@ def delivered_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FrontendCore, "_emitted", again)
 
 
+def grasping(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who runs alone no more takes its turn before others hear that its place is open."""
+
+    def has_turn(self: FrontendStarts, entry: FrontendRequest) -> bool:
+        lifted, self.isolation.lifted = self.isolation.lifted, False
+        found = plain(self, entry)
+        self.isolation.lifted = lifted
+        return found
+
+    plain = FrontendStarts._has_turn
+    monkeypatch.setattr(FrontendStarts, "_has_turn", has_turn)
+
+
 Broken = Callable[[pytest.MonkeyPatch], None]
 RECOVERY = (
     *(test_recovery_runs.nameless, test_recovery_runs.unforgotten, test_recovery_runs.unanswered),
@@ -131,7 +147,11 @@ SPREAD = (
     test_spread_runs.holding_on,
 )
 TURNS = (test_storms.unbounded, test_storms.kept, test_storms.unawakened, test_storms.overtaking, test_storms.youngest)
-OWN: dict[Broken, int] = {unsorted: 1100, delivered_twice: 0}  # and the seed from which on it is noticed soon
+OWN: dict[Broken, int] = {
+    unsorted: 1100,
+    delivered_twice: 0,
+    grasping: 18_900,
+}  # and the seed from which on it is noticed soon
 OTHERS: tuple[Broken, ...] = (
     *(taking, *RECOVERY, *SPREAD, *TURNS),
     *(*test_poison_runs.RULES, *test_moves_by_other_rules.BROKEN),

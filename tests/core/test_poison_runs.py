@@ -15,7 +15,7 @@ from support.poisoned import CALM, Poison, calm_cluster, poisoned_cluster
 from support.reader_checks import TYPED, check_readers
 from trinity.core.failure_policy import FailurePolicy
 from trinity.core.frontend import FrontendCore
-from trinity.core.frontend_request import FrontendRequest
+from trinity.core.frontend_request import FrontendRequest, Life
 from trinity.core.instance import arrival
 from trinity.core.isolation import Isolation
 from trinity.core.messages import Send
@@ -142,11 +142,20 @@ def together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FrontendRequest, "is_suspect", lambda self, policy: False)
 
 
+class Everywhere(frozenset[Life]):
+    """Every life of every instance."""
+
+    def __contains__(self, each: object) -> bool:
+        return True
+
+
 def assumed(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is not known to be elsewhere is taken to be gone: instances do not have to say that they are empty."""
     monkeypatch.setattr(Isolation, "_is_empty", lambda self, name: True)
     monkeypatch.setattr(arrival, "find_company", lambda s, work: None)
-    monkeypatch.setattr(Isolation, "is_alone", lambda self, entry, place: entry.id == self.ward)
+    monkeypatch.setattr(
+        Isolation, "empty_places", lambda self, entry: Everywhere() if entry.id == self.ward else frozenset()
+    )
 
 
 def unforgiven(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,7 +176,7 @@ def unlifted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def convicted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three deaths are enough, whoever else was there."""
-    monkeypatch.setattr(Isolation, "is_alone", lambda self, entry, place: True)
+    monkeypatch.setattr(Isolation, "empty_places", lambda self, entry: Everywhere())
 
 
 def unheard(monkeypatch: pytest.MonkeyPatch) -> None:

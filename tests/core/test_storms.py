@@ -18,7 +18,7 @@ from trinity.core import frontend_starts
 from trinity.core.failure_policy import FailurePolicy
 from trinity.core.frontend import Abort, FrontendCore
 from trinity.core.frontend_events import Prepare, Prepared
-from trinity.core.messages import NOWHERE, Finished, PeerDown, Submit, Tick, Value
+from trinity.core.messages import NOWHERE, Finished, PeerDown, PeerEmpty, Submit, Tick, Value
 from trinity.core.turns import Turns
 from trinity.errors import ConfigError
 from trinity.testing.virtual import VirtualCluster, make_settings
@@ -95,6 +95,30 @@ def test_of_those_whose_pauses_end_at_once_the_oldest_goes_first() -> None:
         core.handle(told(name, 0, cause=NOWHERE), 1.0)
     out = brief(core.handle(Tick(), 1.1))
     assert out == ["P0: submit d~1.1", "P0: submit c~2.1"]
+
+
+def test_one_that_runs_alone_no_more_takes_no_turn_ahead_of_older_ones_that_waited_for_its_place() -> None:
+    """It took the turn first and then let the others hear that its encoder is open: seven of 20,000 runs saw that."""
+    core = recovering("E0 P0 D0", **{**NARROW, "retry_floor": 1, "deaths": 3, "alone_after": 1}, recoveries=9)
+    for name in "ab":
+        core.handle(Submit(work(name, "cat", 1, max_tokens=9)), 0.0)
+    core.handle(unread("b", 0), 1.0)
+    assert core.isolation.ward == "b"
+    assert brief(core.handle(told("a", 0), 2.0)) == ["E0: forget a"], "it waits for the encoder"
+    said = PeerEmpty("E0", 0, core.isolation._count)
+    assert brief(core.handle(said, 3.0)) == ["E0: submit b~2.1"]
+    out = [line for line in brief(core.handle(unread("b~2.1", 1), 4.0)) if "submit" in line]
+    assert out == ["E0: submit a~1.1"], "the death is withdrawn: it is like others now, and younger"
+    assert core.retries.waiting == {"b": 2}
+    out = brief(core.handle(emit("a~1.1", 1, (0, 5)), 5.0))
+    assert out == ["deliver a#0=5", "E0: submit b~2.2"]
+
+
+def unread(name: str, attempt: int) -> Finished:
+    """An end whose target could not read E0."""
+    end = told(name, attempt)
+    assert end.failure is not None
+    return replace(end, failure=replace(end.failure, fields={"cause": "PeerLost", "source": "E0"}))
 
 
 def test_waiting_for_a_turn_ends_after_as_long_as_the_policy_says() -> None:

@@ -6,7 +6,7 @@ from trinity.core.frontend import FrontendCore
 from trinity.core.frontend_events import Prepare
 from trinity.core.frontend_request import FrontendRequest
 from trinity.core.frontend_starts import PREPARED_AT_ONCE
-from trinity.core.messages import FRONTEND, PREEMPTED, Send, Submit, Value
+from trinity.core.messages import FRONTEND, Send, Submit, Value
 from trinity.testing.virtual import VirtualCluster
 
 
@@ -16,10 +16,15 @@ def is_going_on(entry: FrontendRequest) -> bool:
 
 
 class StormCheck:
-    """Raises ``AssertionError``; ``most``: of them at once so far, ``held``: events at which some waited for a turn."""
+    """Raises ``AssertionError`` where a life that had no turn before this event is sent ahead of an older one.
+
+    A life that is sent again, as after a preemption, has the turn that it had. ``most``: of them at once so far,
+    ``held``: events at which some waited for a turn.
+    """
 
     def __init__(self, core: FrontendCore) -> None:
         self.core, self.most, self.held = core, 0, 0
+        self._had: set[str] = set()  # lives with a turn as the last event was over
 
     def event(self, name: str, event: Value) -> None:
         """Nothing."""
@@ -27,7 +32,7 @@ class StormCheck:
     def command(self, name: str, command: Value) -> None:
         if name == FRONTEND and isinstance(command, Send) and isinstance(command.message, Submit):
             entry = self.core.lives.get(command.message.work.request)
-            kept = entry is None or (entry.past is not None and entry.past.reason == PREEMPTED)  # it has a turn already
+            kept = command.message.work.request in self._had
             if entry is not None and entry.former and not entry.work.alone and not kept:
                 older = [age for age in self.core.retries.waiting.values() if age < entry.work.number]
                 assert not older, f"{entry.id} goes ahead of {older}"
@@ -40,6 +45,7 @@ class StormCheck:
             found = sum(is_going_on(each) and not each.work.alone for each in entries)
             assert found <= self.core.failures.most_retries(0), f"{found} go on at once"
             self.most, self.held = max(self.most, found), self.held + bool(self.core.retries.waiting)
+            self._had = {self.core.entries[name].work.request for name in self.core.retries.active}
             assert set(self.core.retries.waiting) | self.core.retries.active <= set(self.core.entries)
 
     def lost(self, name: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from support.core_tables import done, emitted, image_offer, kv_offer, make_core, work
 from trinity.core.frontend import Deliver, End, FrontendCore
@@ -50,8 +51,12 @@ END = End("r", "length")
 PULL = Pull("E0:1", 0, "E0", "image", "r", (1,), (4,))
 
 
-def fin(request: str) -> Send:
-    return Send("frontend", Finished(request=request, attempt=0, reason="length"))
+def fin(request: str, attempt: int = 0) -> Send:
+    return Send("frontend", Finished(request=request, attempt=attempt, reason="length"))
+
+
+def again(attempt: int) -> tuple[str, Send]:
+    return ("frontend", Send("P0", Submit(replace(work("r", 1), attempt=attempt, owner="frontend"))))
 
 
 def out(*indices: int) -> Send:
@@ -90,6 +95,8 @@ def out(*indices: int) -> Send:
         ([], ("D0", Open(work=work("r", 1), blocks=(1,), tokens=(5,))), "before all was there"),
         ([("P0", out(0))], ("frontend", Deliver("r", 1, Sampled(1))), "expected index 0"),
         ([], ("frontend", Deliver("r", 0, Sampled(1))), "was not emitted"),
+        ([again(1), ("P0", out(0))], ("frontend", Deliver("r", 0, Sampled(1))), "not emitted by the present attempt"),
+        ([("D0", fin("r", 2)), ("D0", fin("r"))], ("D0", Step(1, "joint", decodes=("r",))), "includes r after its end"),
         ([("frontend", END)], ("frontend", END), "r ended twice"),
         (
             [("P0", out(0)), ("frontend", End("r", "length"))],
@@ -133,6 +140,20 @@ def test_conversation_hears_cancels_where_the_request_is() -> None:
     conversation.event("PD0", Cancel("r"))
     with pytest.raises(AssertionError, match="includes r after its end"):
         conversation.command("PD0", Step(2, "joint", decodes=("r",)))
+
+
+@pytest.mark.parametrize(("over", "fails"), [(0, False), (1, True), (2, True)])
+def test_what_is_over_on_an_instance_is_an_attempt_and_all_before_it(over: int, fails: bool) -> None:
+    core = make_core("PD0")
+    core.handle(Submit(replace(work("r", 1), attempt=1)), 0.0)
+    conversation = Conversation({"PD0": core})
+    conversation.command("PD0", fin("r", over))
+    step = Step(1, "joint", decodes=("r",))
+    if fails:
+        with pytest.raises(AssertionError, match="includes r after its end"):
+            conversation.command("PD0", step)
+    else:
+        conversation.command("PD0", step)
 
 
 def shadow_of(placement: str) -> Shadow:

@@ -350,7 +350,7 @@ class FrontendCore(FrontendDepartures):
         death = find_death(entry, finished, self.router)
         if death is None or not self.failures.recoveries or entry.clears(death, partial(lives_on, self.router)):
             return None
-        death = death._replace(alone=self.isolation.is_alone(entry, death.life))
+        death = death._replace(alone=death.life in entry.alone_at)
         entry.note_death(death, now)
         if entry.row < self.failures.deaths or entry.deaths[-1] != death or not death.alone:
             return None

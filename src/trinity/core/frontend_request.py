@@ -60,7 +60,11 @@ class FrontendRequest:
     - ``deaths``: of instances that had it; the last ``row`` of them without its getting through between. ``died_at``:
       clock time of the last one.
     - ``cleared``: lives of instances whose deaths were withdrawn: reads from them had failed, and they were up.
-    - ``tried_alone``: a life of it was alone since the last of these deaths, and was lost otherwise.
+    - ``tried_alone``: a life of it was alone since the last of these deaths, and was lost otherwise. One that an
+      instance gave back, as the next stage was not up, was none: it may not have come to the stage in question.
+    - ``ended_by``: lost lives of instances that ended lives of it.
+    - ``alone_at``: lives of instances that were empty and reserved for it as this life of it was sent, until it has
+      got through. What becomes of them meanwhile does not change that it was alone there.
     - ``prefilled``: where its text was prefilled last, for an instance with D: it may still be cached there.
       ``blamed``: the instance of which another said, as it ended the life before, that it is lost; "" for none.
     - ``was_prefilled``: in a life that was lost, as far as is known.
@@ -110,6 +114,8 @@ class FrontendRequest:
     died_at: float = 0.0
     tried_alone: bool = False
     cleared: frozenset[Life] = frozenset()
+    ended_by: frozenset[Life] = frozenset()
+    alone_at: frozenset[Life] = frozenset()
 
     @property
     def place(self) -> Life | None:
@@ -181,18 +187,25 @@ class FrontendRequest:
         """True where it is ``lost``, has had its recoveries and is not to run alone, or has waited for long enough."""
         waited = policy.wait_s is not None and self.waited_s + ROUNDING_S >= policy.wait_s > 0
         spent = self.recoveries > policy.recoveries
-        return waited or not policy.recoveries or (lost and spent and not self.is_suspect(policy))
+        return waited or not policy.recoveries or (lost and spent and not self._has_a_chance_alone(policy))
 
     def is_suspect(self, policy: FailurePolicy) -> bool:
         """True for one that is to run alone: so many instances in a row died with it, or it has had its recoveries.
 
         In the latter case the last one may have died of another, and that is no reason to end it: one life alone shows
-        whether it has. The first front end alone has requests run alone.
+        whether it has. Only its getting through ends the suspicion that a row of deaths has raised.
         """
-        if self.work.owner != FRONTEND or not policy.recoveries or policy.wait_s == 0 or not self.row:
-            return False
         spent = self.recoveries > policy.recoveries
-        return not (self.deaths[-1].alone or self.tried_alone) if spent else self.row >= policy.alone_after
+        many = self.row >= policy.alone_after and self._may_be_alone(policy)
+        return many or (spent and self._has_a_chance_alone(policy))
+
+    def _may_be_alone(self, policy: FailurePolicy) -> bool:
+        """True where an instance died with it, and requests run alone: the first front end's, where they may wait."""
+        return bool(self.work.owner == FRONTEND and policy.recoveries and policy.wait_s != 0 and self.row)
+
+    def _has_a_chance_alone(self, policy: FailurePolicy) -> bool:
+        """True where no life of it was alone since the last death, nor in that."""
+        return self._may_be_alone(policy) and not (self.deaths[-1].alone or self.tried_alone)
 
     def is_due(self, alarm: float) -> bool:
         """True where this clock time still means something to it."""
@@ -213,10 +226,12 @@ class FrontendRequest:
     def count_loss(self, finished: Finished, waits: bool, planned: bool) -> float | None:
         """Count the loss of this life. Returns seconds until the next one may begin; None for at once.
 
-        A ``planned`` one does not count. Where an instance knew of none with the next stage though one is up, it has
-        not heard of that yet: it ``waits``, for the two would send it to and fro in no time. Nor does that count.
+        A ``planned`` one does not count. Nor does one because an instance had not heard who is up: it knew of none with
+        the next stage, or handed it to a life that has ended a life of this request before. It ``waits`` then, for the
+        two would send it to and fro in no time.
         """
-        if waits and finished.failure is not None and finished.failure.fields.get("cause") == NOWHERE:
+        nowhere = finished.failure is not None and finished.failure.fields.get("cause") == NOWHERE
+        if waits and (nowhere or self.lost in self.ended_by):
             self.pauses += 1
             return min(MOST_PAUSE_S, PAUSE_S * 2.0 ** min(self.pauses - 1, 10))
         self.recoveries, self.pauses, self.waited_s = self.recoveries + (not planned), 0, 0.0
@@ -228,8 +243,9 @@ class FrontendRequest:
         attempt, outputs = self.work.attempt + 1, len(self.tokens)
         self.work = replace(self.work, request=name, attempt=attempt, deadline_s=left, outputs=outputs)
 
-    def enter(self, first: Life, now: float) -> None:
-        """Note that this life of it is sent to its first instance."""
+    def enter(self, first: Life, now: float, alone_at: frozenset[Life] = frozenset()) -> None:
+        """Note that this life of it is sent to its first instance, and which were empty for it then."""
+        self.alone_at = alone_at
         self.waited_s += now - self.waits_since if self.waits else 0.0
         self.first, self.hops, self.began = first.name, {0: first}, now
         self.finished = self.lost = self.let_go = None
@@ -264,8 +280,10 @@ class FrontendRequest:
         alone = bool(self.deaths) and self.deaths[-1].alone and self.died_at == now
         self.former += (FormerLife(why, self.delivered, now - self.began, route, finished.spans, alone),)
         self.early.clear()
-        self.tried_alone = self.tried_alone or bool(self.work.alone)
+        self.ended_by |= {self.lost} if self.lost is not None else frozenset()
         unexplained = not self.deaths or self.died_at != now
+        tried = bool(self.work.alone) and unexplained and fields.get("cause") != NOWHERE
+        self.tried_alone = self.tried_alone or tried
         self.left = frozenset(self.hops[hop] for hop in sorted(self.hops)[-2:]) if unexplained else frozenset()
         self.first = ""
 

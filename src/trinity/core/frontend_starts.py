@@ -85,12 +85,17 @@ class FrontendStarts(ABC):
         return self._send(entry, now)
 
     def _has_turn(self, entry: FrontendRequest) -> bool:
-        """True unless too many go on after a loss just now, or an older one waits to."""
+        """True unless too many go on after a loss just now, or an older one waits to, or may soon.
+
+        Who ran alone till now opens what others wait for: all of them are tried next, this one among them, by age.
+        """
         if not entry.former or self.failures.wait_s == 0:
             return True
         entry.watched = True
         if entry.work.alone:
             return True  # as only one does at a time
+        if self.isolation.lifted and entry.id not in self.retries.active:
+            return False
         return self.retries.take(entry.id, entry.work.number, self.failures.most_retries(len(self.entries)))
 
     def _is_apart(self, entry: FrontendRequest, now: float) -> bool:
@@ -135,7 +140,7 @@ class FrontendStarts(ABC):
         life = Life(first, self.router.peers[first].epoch)
         sent = Submit(entry.work, entry.inputs, tokens=tuple(entry.tokens), target_epoch=life.epoch)
         self._out += send_spread(self.router, first, sent, 1 if entry.work.alone else self.spread)
-        entry.enter(life, now)
+        entry.enter(life, now, self.isolation.empty_places(entry))
         entry.inputs = () if entry.dropped else entry.inputs
         return None
 
@@ -159,12 +164,14 @@ class FrontendStarts(ABC):
 
     def _begin_next(self, now: float) -> None:
         """Let those go on for which there is a turn or an instance now, the oldest first."""
-        while self.isolation.lifted:
-            self.isolation.lifted = False
-            self._tell(self.router.peers)
-            self._retry_waiting(now)
-        while (name := self.retries.next(self.failures.most_retries(len(self.entries)))) is not None:
-            self._try_again(self.entries[name], now)
+        most = self.failures.most_retries(len(self.entries))
+        while self.isolation.lifted or (name := self.retries.next(most)) is not None:
+            if self.isolation.lifted:
+                self.isolation.lifted = False
+                self._tell(self.router.peers)
+                self._retry_waiting(now)
+            else:
+                self._try_again(self.entries[name], now)
         while (name := self.preparations.next(PREPARED_AT_ONCE)) is not None:
             self._prepare(self.entries[name], now)
 
@@ -203,6 +210,7 @@ class FrontendStarts(ABC):
         self.retries.leave(entry.id)
         if not entry.work.alone or entry.has_passed:
             entry.watched, entry.row = False, 0 if entry.work.alone else entry.row
+            entry.alone_at = frozenset()
             self.isolation.lift(entry)
 
     def _leave_turns(self, entry: FrontendRequest) -> None:

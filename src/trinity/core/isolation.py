@@ -122,13 +122,12 @@ class Isolation:
         said, self.said = self.said, []
         return said
 
-    def is_alone(self, entry: FrontendRequest, place: Life) -> bool:
-        """True where this life of an instance was empty as the request was sent on its way there."""
-        return (
-            self._empty.get(place.name) == place.epoch
-            and entry.id == self.ward
-            and entry.work.is_alone_at(self._roles(place.name))
-        )
+    def empty_places(self, entry: FrontendRequest) -> frozenset[Life]:
+        """Find the lives of instances that have said that they are empty, for a request that is sent to run alone."""
+        if entry.id != self.ward:
+            return frozenset()
+        said = {Life(name, at) for name, at in self._empty.items() if entry.work.is_alone_at(self._roles(name))}
+        return frozenset(said)
 
     def lift(self, entry: FrontendRequest) -> None:
         """Let others go where this request ran alone."""

@@ -66,7 +66,8 @@ class Conversation:
     heard of the death included. A request may end without a Finished then, or with those of several instances.
 
     Each life of a request has a name of its own: it begins with the tokens that its reader has, and its reader gets
-    tokens of the present one alone. A front end hears of its own requests alone. What a lost one owned may end anyhow.
+    tokens of the present attempt of the present one alone. What is over on an instance is an attempt, not what comes
+    after it. A front end hears of its own requests alone. What a lost one owned may end anyhow.
     """
 
     def __init__(self, cores: Mapping[str, InstanceCore]) -> None:
@@ -78,7 +79,7 @@ class Conversation:
         self.admitted: set[str] = set()
         self.sent_back: set[str] = set()  # preempted, and not taken in again: its reader left meanwhile
         self.visited: set[tuple[str, str]] = set()
-        self.over: set[tuple[str, str]] = set()
+        self.over: dict[tuple[str, str], int] = {}  # up to which attempt of a request one has done with it
         self.finished: Counter[str] = Counter()
         self.forgotten: Counter[tuple[str, str]] = Counter()
         self.emitted: dict[tuple[str, int], str] = {}  # and by whom
@@ -89,6 +90,8 @@ class Conversation:
         self.gone: set[str] = set()  # front ends
         self.present: dict[str, str] = {}  # name of the present life of each
         self.begun: Counter[str] = Counter()  # tokens that each life began with
+        self.attempts: dict[str, int] = {}  # the last one that its front end has sent of each life
+        self.spoken: set[tuple[str, int, int]] = set()  # life, attempt and index of the tokens that were emitted
         self.ends: dict[str, End] = {}
         self.fetched: dict[str, tuple[str, str, Fetched]] = {}
         self.returned: set[str] = set()
@@ -98,7 +101,7 @@ class Conversation:
 
     def event(self, name: str, event: Value) -> None:
         if isinstance(event, Cancel) and event.request in self.cores[name].state.requests:
-            self.over.add((name, event.request))
+            self._ends(name, event.request)
         elif isinstance(event, Abort):
             self.aborted.add(label_reader(name, event.request))
         elif isinstance(event, Submit) and is_frontend(name):
@@ -112,8 +115,9 @@ class Conversation:
             transfer = self.transfers[event.id]
             transfer.asked -= set(_pieces(transfer, event.layers, event.blocks))
         elif isinstance(event, PeerDown) and is_frontend(event.name):
-            requests = self.cores[name].state.requests.items()
-            self.over |= {(name, request) for request, state in requests if state.work.owner == event.name}
+            for request, state in self.cores[name].state.requests.items():
+                if state.work.owner == event.name:
+                    self._ends(name, request)
         elif isinstance(event, PeerDown):
             for transfer in self.transfers.values():
                 transfer.void |= (transfer.offer.source, transfer.target) == (name, event.name)
@@ -153,7 +157,7 @@ class Conversation:
             if name == transfer.target:
                 transfer.running.clear()
         self.visited = {each for each in self.visited if each[0] != name}
-        self.over = {each for each in self.over if each[0] != name}
+        self.over = {each: attempt for each, attempt in self.over.items() if each[0] != name}
         self.returned |= {id for id, (holder, taker, _) in self.fetched.items() if name in (holder, taker)}
 
     def after_event(self, name: str) -> None:
@@ -199,13 +203,14 @@ class Conversation:
             if message.failure is not None and message.failure.fields.get("cause") == "LeaseExpired":
                 self.silenced.add(message.request)  # the silent one may come back, and hand it on until it hears
             else:
-                self.over.add((name, message.request))
+                self.over[name, message.request] = max(message.attempt, self.over.get((name, message.request), 0))
         elif isinstance(message, Moved) and message.start:  # a decode: its offer alone leaves nothing behind
             self.visited.add((name, message.request))
         elif isinstance(message, Forget):
             self.forgotten[to, message.request] += 1
         elif isinstance(message, Emit):
             self._once(name, [(request, index) for request, _, index, _ in message.rows()])
+            self.spoken |= {(request, attempt, index) for request, attempt, index, _ in message.rows()}
         else:
             self._migrates(name, to, message)
 
@@ -236,7 +241,7 @@ class Conversation:
         known = self.delivered.get(reader, [])
         assert list(sent.tokens) == known, f"{sent} with tokens {sent.tokens}, and its reader has {known}"
         assert sent.work.outputs == len(known), f"{sent} says that it has {sent.work.outputs} outputs"
-        self.present[reader], self.begun[life] = life, len(known)
+        self.present[reader], self.begun[life], self.attempts[life] = life, len(known), sent.work.attempt
         self.encode_only |= {life} if sent.work.encode_only else set()
 
     def _once(self, name: str, emitted: Iterable[tuple[str, int]]) -> None:
@@ -315,7 +320,7 @@ class Conversation:
         holder, taker, answer = self.fetched[f"{pull.offer}/{pull.part}"]
         assert (pull.source, name) == (holder, taker), f"{name} pulls what was not leased to it: {pull}"
         assert (pull.source_blocks, pull.kind) == (answer.blocks, IMAGE), f"{pull} of other blocks than {answer}"
-        assert (name, pull.request) not in self.over, f"{pull} after the request's end"
+        assert not self._is_over(name, pull.request), f"{pull} after the request's end"
         assert "P" in self.cores[name].settings.roles, f"{name} does not read features in its own blocks: {pull}"
         assert len(pull.source_blocks) == len(pull.target_blocks) > 0, f"{pull} pairs no blocks"
 
@@ -331,7 +336,7 @@ class Conversation:
             blocks = answer.blocks
         offered = (transfer.target, source, transfer.offer.kind)
         assert (name, pull.source, pull.kind) == offered, f"{name} pulls what was not offered to it: {pull}"
-        assert (name, pull.request) not in self.over, f"{pull} after the request's end"
+        assert not self._is_over(name, pull.request), f"{pull} after the request's end"
         assert transfer.outcome is None, f"{pull} after Release"
         pieces: set[object] = {pull.part}
         if pull.kind == KV:
@@ -348,7 +353,16 @@ class Conversation:
         assert len(set(rows)) == len(rows), f"{name}: a request has two rows in {step}"
         assert rows or step.encodes, f"{name}: an empty step"
         for request in rows + [row.request for row in step.encodes]:
-            assert (name, request) not in self.over, f"{name}: {step} includes {request} after its end"
+            assert not self._is_over(name, request), f"{name}: {step} includes {request} after its end"
+
+    def _ends(self, name: str, request: str) -> None:
+        """Expect no step or pull any more there of the attempt that an instance has. A later one may come."""
+        self.over[name, request] = self.cores[name].state.requests[request].attempt
+
+    def _is_over(self, name: str, request: str) -> bool:
+        """True where an instance has done with the attempt of this request that it has; one that it has not counts."""
+        state = self.cores[name].state.requests.get(request) if name in self.cores else None
+        return (name, request) in self.over and (state is None or state.attempt <= self.over[name, request])
 
     def _has_kv(self, name: str, request: str) -> bool:
         return any(
@@ -362,8 +376,9 @@ class Conversation:
         before = self.delivered.setdefault(request, [])
         assert request not in self.ends, f"a token of {request} after its end"
         assert command.index == len(before), f"{command}, expected index {len(before)}"
-        emitted = (self.present.get(request, request), command.index) in self.emitted
-        assert emitted, f"{command} was not emitted"
+        life = self.present.get(request, request)
+        spoken = (life, self.attempts.get(life, 0), command.index) in self.spoken
+        assert spoken, f"{command} was not emitted by the present attempt of {life}"
         before.append(command.sampled.token)
 
 
