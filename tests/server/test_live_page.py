@@ -40,9 +40,7 @@ async def looked_at(
     folder: Path, config: ServerConfig | None = None, placement: str = "1E2P1D", **named: Any
 ) -> AsyncIterator[tuple[EmulatedServer, Page]]:
     model = EmulatedModel(shape=MODEL.shape, cost=SLOW, scale=2048)
-    async with chromium(folder) as page, serve_emulated(
-        placement, config, model, SLO(2.0, 0.5), **named
-    ) as served:
+    async with chromium(folder) as page, serve_emulated(placement, config, model, SLO(2.0, 0.5), **named) as served:
         await page.size(1280, 900)
         await page.open(f"{served.url}/live")
         yield served, page

@@ -165,15 +165,19 @@ class FrontendStarts(ABC):
     def _begin_next(self, now: float) -> None:
         """Let those go on for which there is a turn or an instance now, the oldest first."""
         most = self.failures.most_retries(len(self.entries))
-        while self.isolation.lifted or (name := self.retries.next(most)) is not None:
-            if self.isolation.lifted:
-                self.isolation.lifted = False
-                self._tell(self.router.peers)
-                self._retry_waiting(now)
-            else:
-                self._try_again(self.entries[name], now)
+        self._reopen(now)
+        while (name := self.retries.next(most)) is not None:
+            self._try_again(self.entries[name], now)
+            self._reopen(now)
         while (name := self.preparations.next(PREPARED_AT_ONCE)) is not None:
             self._prepare(self.entries[name], now)
+
+    def _reopen(self, now: float) -> None:
+        """Tell all that others may go where one ran alone, and try those that wait."""
+        while self.isolation.lifted:
+            self.isolation.lifted = False
+            self._tell(self.router.peers)
+            self._retry_waiting(now)
 
     def _retry_waiting(self, now: float) -> None:
         """Try all again that wait for an instance: the one that runs alone first, then the oldest."""
