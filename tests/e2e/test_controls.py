@@ -7,6 +7,7 @@ import pytest
 from support.checkpoint_files import checkpoint
 from support.recordings import MULTIMODAL, case_of, copy_of, methods_of, served
 from support.request_cases import answers, ask, blue, red, waves
+from support.thinned import FEW
 from trinity.request import Request
 from trinity.testing.checkpoints import ARCHITECTURES
 from trinity.testing.oracle import OracleAnswer
@@ -19,8 +20,14 @@ MOVES_KV = ("EP+D", "ED+P", "E+P+D", "P+D")
 
 
 def _cells(methods: tuple[str, ...]) -> list[object]:
+    rare = [pytest.mark.slow]
     return [
-        pytest.param(name, method, marks=pytest.mark.xdist_group(name), id=f"{name}-{method}")
+        pytest.param(
+            name,
+            method,
+            marks=[pytest.mark.xdist_group(name), *(rare if name not in FEW else [])],
+            id=f"{name}-{method}",
+        )
         for name in ARCHITECTURES
         for method in methods_of(name)
         if method in methods

@@ -13,6 +13,7 @@ from support.checkpoint_files import checkpoint
 from support.moved_streams import check_alike, count_moves, move_at_each_step, sampled
 from support.recordings import TEXT_ONLY, Served, problems, serve
 from support.request_cases import BUDGET, answers, names, red, waves
+from support.thinned import FEW, thinned
 from trinity.core.messages import Offer, Release, Send
 from trinity.core.scheduler import BatchRules
 from trinity.core.transfers import TransferPolicy
@@ -50,7 +51,7 @@ def test_tokens_and_logits_are_those_of_generate(architecture: str, monkeypatch:
     assert problems(found, wanted) == {}
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", thinned(ARCHITECTURES, FEW.__contains__))
 def test_they_are_so_where_full_blocks_go_ahead(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted, ahead = answers(architecture), TransferPolicy(precopy="on")
     found = moved(architecture, placement_of(architecture), monkeypatch, waves(architecture), transfers=ahead)
@@ -62,7 +63,7 @@ def test_they_are_so_where_full_blocks_go_ahead(architecture: str, monkeypatch: 
     assert count_moves(found.record).total() > 0
 
 
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", thinned(ARCHITECTURES, FEW.__contains__))
 def test_sampled_ones_are_those_that_are_left_alone(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = (sampled(() if architecture in TEXT_ONLY else (red(),)),)
     pools = {"image": 96, "kv": 512}

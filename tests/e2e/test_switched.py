@@ -74,8 +74,11 @@ def sampled() -> list[Request]:
 # ---------------------------------------------------------------- exact
 
 
-@pytest.mark.parametrize("drain_s", [LIVENESS_S, 0.0], ids=["drained", "cut"])
-@pytest.mark.parametrize(("one", "other"), PAIRS)
+@pytest.mark.parametrize(("one", "other", "drain_s"), [
+    pytest.param(*pair, drain_s, id="-".join((*pair, "drained" if drain_s else "cut")), marks=rare)
+    for number, pair in enumerate(PAIRS)
+    for drain_s, rare in ((LIVENESS_S, [pytest.mark.slow] * (number % 2)), (0.0, [pytest.mark.slow] * (1 - number % 2)))
+])  # fmt: skip
 async def test_every_pair_of_roles_in_threads(one: str, other: str, drain_s: float) -> None:
     """Amid decoding: requests end there, or go on elsewhere with the tokens that they have."""
     placement = "".join(f"{2 if letter == one else 1}{letter}" for letter in "EPD")

@@ -11,6 +11,7 @@ import pytest
 from support.checkpoint_files import checkpoint
 from support.recordings import METHODS, Served, copy_of, problems, serve
 from support.request_cases import BUDGET, Waves, answers, waves
+from support.thinned import thinned
 from trinity.core.messages import Step, Stepped
 from trinity.core.scheduler import BatchRules
 from trinity.instance import Instance
@@ -160,7 +161,13 @@ VARIANTS: dict[str, Variant] = {
 }
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+def often(name: str) -> bool:
+    """Of the kinds that have a case for each method, those where all moves, and where all is together."""
+    kind, _, method = name.partition("-")
+    return kind not in {*RULES, "uncached", "tight"} or method in ("E+P+D", "lanes") or name == "tight-EPD"
+
+
+@pytest.mark.parametrize("name", thinned(VARIANTS, often))
 def test_tokens_and_logits_stay_the_same(name: str) -> None:
     variant = VARIANTS[name]
     found = variant.serve()
