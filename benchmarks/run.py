@@ -39,6 +39,7 @@ NAMES = {  # in the order of the page, each with its module
     "fidelity": "fidelity.fidelity",
     "watch": "planning.watch",
     "redeploy": "planning.redeploy",
+    "long_outputs": "planning.long_outputs",
     "rank": "rank.rank",
     "figures": "figures.figures",
     "plan_speed": "planning.plan_speed",

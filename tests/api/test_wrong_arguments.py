@@ -26,6 +26,7 @@ from trinity.errors import ConfigError, TrinityError
 from trinity.placement import Group
 from trinity.planner.plan import Candidate
 from trinity.planner.search_space import Space
+from trinity.simulation.role_switches import PlacementChange
 from trinity.simulation.simulator import Simulator
 from trinity.timeline import Slice
 from trinity.traces.trace import TraceImage, TraceRow
@@ -53,6 +54,7 @@ SOUND: dict[Any, dict[str, Any]] = {  # arguments that each constructor takes
     Cluster: {"devices": (DEVICES["H100"],)},
     EmulatedModel: {"shape": LLAVA_15_7B, "cost": LinearCost()},
     Group: {"count": 1, "roles": "EPD"},
+    PlacementChange: {"placement": "EPD", "at_s": 1.0, "change_s": 0.5, "drain_s": 3.0},
     Simulator: {"model": "qwen2-vl-7b", "slo": trinity.SLO(1.0, 0.1), "cluster": Cluster.of("H100", 2)},
     Space: {},
     TraceImage: {},
@@ -112,6 +114,7 @@ VALUES = [  # one of each public class that has methods
 ]
 GIVEN: dict[str, Any] = {  # what their methods take, by the parameter's name
     "args": {"source": "P0"},
+    "changes": [PlacementChange(placement="EPD", at_s=1.0)],
     "count": 1,
     "duration_s": 1.0,
     "end_s": 2.0,

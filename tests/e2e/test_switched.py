@@ -19,9 +19,9 @@ from support.emulated_pipelines import LIVENESS_S, MODEL, asked, right
 from support.pipeline_options import pipeline_options
 from support.shared_launcher import sharing
 from trinity import FailurePolicy
+from trinity.core.role_changes import Switch
 from trinity.errors import ChangeRefused, ConfigError, PlacementError, UnknownName
 from trinity.pipeline import Pipeline
-from trinity.pipeline.placement_changes import Switch
 from trinity.remote.fork_client import Launcher
 from trinity.request import Request, Sampling
 

@@ -38,6 +38,11 @@ MESSAGES_S = 0.01  # of a move beside its pull: three messages, and the steps in
 UNMEASURED_PULL_S = 0.1  # by a target that has not pulled KV yet
 
 
+def is_empty(entries: Mapping[str, FrontendRequest], name: str) -> bool:
+    """True where no request is at an instance, as far as the front end knows: one that leaves may end then."""
+    return all(entry.holder != name for entry in entries.values())
+
+
 class Ask(NamedTuple):
     """A move that was asked for: from where, to where, and the blocks that it takes there."""
 

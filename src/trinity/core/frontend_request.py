@@ -123,6 +123,12 @@ class FrontendRequest:
         return self.hops[max(self.hops)] if self.hops and not self.waits else None
 
     @property
+    def holder(self) -> str:
+        """The instance that has it or had it last, as far as is known; "" of one that has ended, or was at none."""
+        hops = {} if self.ended else self.hops.copy()  # readers on other threads ask, too
+        return hops[max(hops)].name if hops else ""
+
+    @property
     def suspected(self) -> str:
         """Letters of the stages at which instances died with it, since it last got through."""
         roles = {letter for death in self.deaths[len(self.deaths) - self.row :] for letter in death.roles}

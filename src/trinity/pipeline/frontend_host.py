@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from trinity.connector import Connector
+from trinity.core.departures import is_empty
 from trinity.core.frontend import Abort, Deliver, End, FrontendCore
 from trinity.core.frontend_events import MoveEnd, Prepare
 from trinity.core.messages import PeerDown, Send, Submit, Tick, Value
@@ -167,8 +168,7 @@ class FrontendHost:
     def find_place(self, request_id: str) -> str:
         """Name the instance that has a request, as far as the front end knows; "" where none has."""
         entry = self.core.entries.get(request_id)
-        hops = {} if entry is None or entry.ended else entry.hops.copy()  # a SyncStream asks from another thread
-        return hops[max(hops)].name if hops else ""
+        return "" if entry is None else entry.holder
 
     async def move(self, request_id: str, to: str, within_s: float) -> None:
         """Have a request that decodes go on at another instance. Raises what ``Stream.move`` does."""
@@ -314,7 +314,7 @@ class FrontendHost:
         self._emptying = True
         try:
             async with asyncio.timeout(most_s):
-                await self.until(lambda: not any(self.find_place(each) == name for each in self.core.entries))
+                await self.until(lambda: is_empty(self.core.entries, name))
             return True
         except TimeoutError:
             return False

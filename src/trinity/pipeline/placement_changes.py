@@ -9,10 +9,9 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any, Literal
 
-import msgspec
-
 from trinity.adapt.auto import name_shape
 from trinity.connector import Connector
+from trinity.core.role_changes import RoleChange, Switch, order_changes
 from trinity.core.routing import RoutingPolicy, routing_policy
 from trinity.errors import ChangeRefused, ClosedError, ConfigError, PlacementError, TrinityError
 from trinity.errors.arguments import Number, check_value
@@ -20,12 +19,10 @@ from trinity.instance import Instance
 from trinity.pipeline.deploy import InstanceOptions, list_plan_options
 from trinity.pipeline.frontend_host import FrontendHost
 from trinity.pipeline.switch_order import (
-    RoleChange,
     check_added,
     check_removed,
     check_switch,
     describe_instances,
-    order_changes,
 )
 from trinity.pipeline.thread_instances import ThreadInstances
 from trinity.placement import Placement
@@ -39,31 +36,6 @@ from trinity.timeline import Timeline
 
 logger = logging.getLogger("trinity")
 DRAIN_S = 30.0
-
-
-class Switch(msgspec.Struct, frozen=True):
-    """Record of an instance that has switched to other roles, was added or was removed.
-
-    - ``name``, ``former``, ``roles``: the instance, what it was ("": added), and what it is ("": removed).
-    - ``drain_s`` (seconds): until it was empty; EPDServe's offload.
-    - ``change_s`` (seconds): from then until it served in its new roles, or was gone.
-    - ``migration_s`` (seconds): of ``change_s``, until its former life had ended and its next one had its weights and
-      pools. On threads a switch loads these ahead of the drain, and it is 0.
-    - ``emptied``: False where its last requests had to go on elsewhere, with their tokens so far.
-    """
-
-    name: str
-    former: str
-    roles: str
-    drain_s: float
-    change_s: float
-    emptied: bool
-    migration_s: float = 0.0
-
-    @property
-    def onload_s(self) -> float:
-        """Seconds of ``change_s`` after ``migration_s``, in which it met the others."""
-        return self.change_s - self.migration_s
 
 
 class PlacementChanges:

@@ -12,6 +12,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from trinity.core import InstanceCore
+from trinity.core.failure_policy import NO_RECOVERY, FailurePolicy
 from trinity.core.frontend import Deliver, End
 from trinity.core.instance.state import Settings
 from trinity.core.messages import (
@@ -29,6 +30,7 @@ from trinity.core.messages import (
     Value,
     Work,
 )
+from trinity.core.role_changes import Switch
 from trinity.core.routing import RoutingPolicy
 from trinity.core.transfers import FEED_FORWARD, rows_moved
 from trinity.costs.cluster import Cluster
@@ -166,8 +168,9 @@ class SimulatedCluster(EventLoop):
         record: bool,
         ask: int = 0,
         spread: int = 1,
+        failures: FailurePolicy = NO_RECOVERY,
     ) -> None:
-        super().__init__(instances, routing, max_waiting, spread=spread)
+        super().__init__(instances, routing, max_waiting, failures, spread)
         self.timed = any(core.next_timer() is not None for core in self.cores.values())
         self.cluster, self.jobs, self.shared, self.interference = cluster, jobs, shared, interference
         self.ask, self.context, self.strips = ask, model.context, spread
@@ -179,6 +182,8 @@ class SimulatedCluster(EventLoop):
         self.times: dict[str, list[float]] = {str(number): [] for number in range(len(jobs))}  # of each token
         self.reasons = ["error" if job.refused else "" for job in jobs]
         self.ended = 0.0
+        self.switches: list[Switch] = []
+        self.past_preemptions = 0  # at lives that a switch has ended
         self.moved = {IMAGE: 0, KV: 0}
         self.timeline: list[Slice] | None = [] if record else None
         for number, job in enumerate(jobs):

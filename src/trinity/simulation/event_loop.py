@@ -140,6 +140,13 @@ class EventLoop:
             self._lively += is_lively(name, event)
         heapq.heappush(self._heap, (at, number, name, event))
 
+    def forget(self, name: str) -> None:
+        """Drop all that was posted to an instance whose life has ended."""
+        if self.timed:
+            self._lively -= sum(is_lively(name, event) for _, _, to, event in self._heap if to == name)
+        self._heap = [each for each in self._heap if each[2] != name]
+        heapq.heapify(self._heap)
+
     def is_over(self) -> bool:
         """Check if the run is over: only heartbeats are left, and no lease or deadline can bring anything else."""
         if not self._heap:
@@ -156,18 +163,19 @@ class EventLoop:
     def skip_lull(self) -> None:
         """Skip the heartbeats until the next arrival, where all instances are idle and have reported that.
 
-        Each keeps the phase of its reports. Without this a trace with an hour's pause takes a million of them.
+        A timer of a front end counts as an arrival. Each keeps the phase of its reports. Without this a trace with an
+        hour's pause takes a million of them.
         """
-        armed = [name for name, due in self._due.items() if due < inf]
+        armed = [name for name in self.cores if self._due[name] < inf]
         waits = self._idle_turns > LULL_REPORTS * len(self._all) ** 2 and self._lively
         if not waits or len(self._heap) != self._lively + len(armed) or not self._is_idle():
             return
         ticks = []
-        while isinstance(self._heap[0][3], Tick):
+        while not is_lively(*self._heap[0][2:]):
             ticks.append(heapq.heappop(self._heap))
         arrival = self._heap[0][0]
         for at, number, name, tick in ticks:
-            every = self.cores[name].settings.report_s if name in self.cores else inf
+            every = self.cores[name].settings.report_s
             self._due[name] = at + max(0.0, (arrival - at) // every) * every
             heapq.heappush(self._heap, (self._due[name], number, name, tick))
         self._idle_turns = 0

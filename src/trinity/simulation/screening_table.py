@@ -44,6 +44,7 @@ class ScreeningRow:
 
 
 ANY_VALUE = ScreeningRow()
+DECODE_MOVES = "decodes move only where instances switch roles, which the cores replay"
 REPORTS = ScreeningRow(note="only reports hang on it, and none are sent where loads are known at once")
 
 SCREENED_AS: Mapping[str, ScreeningRow] = {
@@ -58,7 +59,7 @@ SCREENED_AS: Mapping[str, ScreeningRow] = {
     "Settings.kv_block_size": ScreeningRow(note="equal on all instances"),
     "Settings.image_cache": ScreeningRow(note="equal on all instances"),
     "Settings.prefix_cache": ScreeningRow(note="equal on all instances"),
-    "Settings.epoch": ScreeningRow(note="no instance is lost in a simulation"),
+    "Settings.epoch": ScreeningRow(note="only where instances switch roles, which the cores replay"),
     "Settings.layers": ScreeningRow(note="only TransferPolicy.kv hangs on it"),
     "Settings.reservation": ScreeningRow(note="equal on all instances"),
     "Settings.transfers": ScreeningRow(note="by their own rows, equal on all instances"),
@@ -87,8 +88,8 @@ SCREENED_AS: Mapping[str, ScreeningRow] = {
         note="a Simulator makes off of auto",
     ),
     "TransferPolicy.store": ScreeningRow(note="features are looked for where there are reports: see Simulator.routing"),
-    "TransferPolicy.precopy": ScreeningRow(note="no decode moves in a simulation"),
-    "TransferPolicy.move_s": ScreeningRow(note="no decode moves in a simulation"),
+    "TransferPolicy.precopy": ScreeningRow(note=DECODE_MOVES),
+    "TransferPolicy.move_s": ScreeningRow(note=DECODE_MOVES),
     "TransferPolicy.lease_s": ScreeningRow(note="leases do not end in a simulation"),
     "Simulator.routing": ScreeningRow(
         ("round_robin",),

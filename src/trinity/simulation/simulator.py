@@ -11,16 +11,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from math import inf
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 
 from trinity.core.instance.settings import Reservation, check_depth
 from trinity.core.instance.state import Settings
-from trinity.core.messages import IMAGE, KV
 from trinity.core.routing import RoutingPolicy, routing_policy
 from trinity.core.scheduler import BatchRules, latency_bound
 from trinity.core.transfers import TransferPolicy
@@ -35,48 +33,18 @@ from trinity.errors import ConfigError, PlacementError, UnknownName
 from trinity.errors.arguments import Count, Positive, Share, Whole, check_arguments, check_call
 from trinity.placement import Placement
 from trinity.simulation import compiled_engine
-from trinity.simulation.cluster_model import SimulatedCluster, SimulatedInstance
-from trinity.simulation.rate_sweep import RateSweep, TraceRequests, collect_outcomes, replay_compiled
+from trinity.simulation.cluster_model import SimulatedCluster
+from trinity.simulation.rate_sweep import RateSweep, replay_compiled
+from trinity.simulation.replay_result import Replay as Replay
+from trinity.simulation.replay_result import describe_compiled, describe_cores
+from trinity.simulation.role_switches import AdaptiveCluster, PlacementChange, plan_switches
 from trinity.simulation.screening_table import ScreenedInstances, StandIn, screen_settings
-from trinity.simulation.workload import Job, has_shared_content, jobs_of
-from trinity.timeline import Slice
-from trinity.traces.goodput import RequestOutcome, ServeFunction
+from trinity.simulation.workload import has_shared_content, jobs_of
+from trinity.traces.goodput import ServeFunction
 from trinity.traces.trace import SLO, Trace
 
 SIMULATOR_BACKENDS = ("auto", "python", "compiled", "screening")
 LANE_LAYOUTS = (("joint",), ("vision", "language"))
-
-
-class Replay(msgspec.Struct, frozen=True, kw_only=True):
-    """Result of a trace on a placement.
-
-    - ``outcomes``: one for each row, in the trace's order.
-    - ``duration_s`` (seconds): from the first arrival to the last end.
-    - ``busy_s`` (seconds): work of each instance at each of its stages.
-    - ``peak_blocks``, ``pools`` (blocks): the most held by each instance, and what it has, by kind.
-    - ``moved_bytes`` (bytes): migrated between instances, by kind.
-    - ``events``: handled by the engine.
-    - ``backend``: "python" or "compiled".
-    - ``timeline``: steps and migrations, where recorded.
-    - ``preemptions``: of all requests.
-    """
-
-    outcomes: list[RequestOutcome]
-    duration_s: float
-    busy_s: dict[str, dict[str, float]]
-    peak_blocks: dict[str, dict[str, int]]
-    pools: dict[str, dict[str, int]]
-    moved_bytes: dict[str, int]
-    events: int
-    backend: str
-    timeline: tuple[Slice, ...] = ()
-    preemptions: int = 0
-
-    @property
-    def utilisation(self) -> dict[str, dict[str, float]]:
-        """Share of the duration that each instance worked at each of its stages."""
-        span = self.duration_s or inf
-        return {name: {stage: busy / span for stage, busy in each.items()} for name, each in self.busy_s.items()}
 
 
 @check_arguments
@@ -257,7 +225,9 @@ class Simulator:
         )
 
     @check_call
-    def why_python(self, placement: Placement | str, *, record: bool = False) -> str:
+    def why_python(
+        self, placement: Placement | str, *, record: bool = False, changes: Sequence[PlacementChange] = ()
+    ) -> str:
         """Return the reason why the Python engine replays this placement; "" where the compiled one does.
 
         Raises ``ConfigError`` where ``backend`` is "compiled" or "screening" and that cannot run it (decision 0033).
@@ -266,7 +236,7 @@ class Simulator:
             return "it was asked for"
         found = self._screen(placement, shared=True)
         why = compiled_engine.why_unavailable() or (found.missing if self.backend == "screening" else found.inexact)
-        why = why or ("timelines" if record else "")
+        why = why or ("timelines" if record else "instances that switch roles" if changes else "")
         if why and self.backend != "auto":
             raise ConfigError(
                 f"the {self.backend} engine cannot do this ({why}): take backend='auto', which replays in Python"
@@ -301,42 +271,65 @@ class Simulator:
         )
 
     @check_call
-    def replay(self, trace: Trace, placement: Placement | str, *, record: bool = False) -> Replay:
+    def replay(
+        self,
+        trace: Trace,
+        placement: Placement | str,
+        *,
+        record: bool = False,
+        changes: Sequence[PlacementChange] = (),
+    ) -> Replay:
         """Replay every request of the trace at its time, until the last has ended. ``record``: the timeline too.
+
+        changes (()): placements that instances switch to meanwhile, by the cores that switch live.
 
         Raises as ``check``, ``TraceError`` for invalid time stamps, and ``AssertionError`` where a request did not end
         or blocks did not come back, which is a fault of trinity.
         """
-        if not self.why_python(placement, record=record):
-            return _replay_of_compiled(
+        if not self.why_python(placement, record=record, changes=changes):
+            return describe_compiled(
                 *replay_compiled(trace, self.model, lambda shared: self._compile(placement, shared))
             )
-        run = self.prepare(trace, placement, record=record)
+        run = self.prepare(trace, placement, record=record, changes=changes)
         run.run()
         _check_end(run)
-        return _replay_of_cores(run)
+        return describe_cores(run)
 
     @check_call
-    def prepare(self, trace: Trace, placement: Placement | str, *, record: bool = False) -> SimulatedCluster:
+    def prepare(
+        self,
+        trace: Trace,
+        placement: Placement | str,
+        *,
+        record: bool = False,
+        changes: Sequence[PlacementChange] = (),
+    ) -> SimulatedCluster:
         """Set up the cores and the requests, before the first event."""
-        spread = self._spread_on(placement)
+        spread = max(map(self._spread_on, (placement, *(each.placement for each in changes))))
         jobs = jobs_of(trace, self.model, tiled=spread > 1)
         shared = has_shared_content(jobs)
         settings = self.settings(placement, shared=shared)
-        return SimulatedCluster(
-            settings,
-            jobs,
-            cluster=self.cluster,
-            costs=self._step_costs(len(settings)),
-            model=self.model,
-            routing=self._policy(),
-            max_waiting=self.max_waiting,
-            interference=self.interference,
-            shared=shared,
-            record=record,
-            ask=self.ask,
-            spread=spread,
-        )
+        options: dict[str, Any] = {
+            "cluster": self.cluster,
+            "costs": self._step_costs(len(settings)),
+            "model": self.model,
+            "routing": self._policy(),
+            "max_waiting": self.max_waiting,
+            "interference": self.interference,
+            "shared": shared,
+            "record": record,
+            "ask": self.ask,
+            "spread": spread,
+        }
+        if not changes:
+            return SimulatedCluster(settings, jobs, **options)
+        places, helped = {each.name: place for place, each in enumerate(settings)}, spread > 1
+
+        def become(name: str, roles: str) -> Settings:
+            return self._settings(name, roles, places[name], shared, helped)
+
+        plans = plan_switches(changes, settings, become)
+        return AdaptiveCluster([become(each.name, each.roles) for each in settings], jobs, plans, **options)
 
     def _policy(self) -> Callable[[], RoutingPolicy]:
         return lambda: routing_policy(self.routing)
@@ -350,44 +343,3 @@ def _check_end(run: SimulatedCluster) -> None:
         if not core.idle():
             raise AssertionError(f"instance {name} still holds something when all requests have ended")
         core.check()
-
-
-def _replay_of_compiled(
-    requests: TraceRequests, deployed: compiled_engine.CompiledPlacement, replay: compiled_engine.CompiledReplay
-) -> Replay:
-    names = [each.name for each in deployed.settings]
-    first = min((job.at for job in requests.jobs), default=0.0)
-    return Replay(
-        outcomes=collect_outcomes(requests, replay),
-        duration_s=max(0.0, replay.ended - first),
-        busy_s=dict(zip(names, replay.busy, strict=True)),
-        peak_blocks=dict(zip(names, replay.peak, strict=True)),
-        pools={each.name: dict(each.pools) for each in deployed.settings},
-        moved_bytes=replay.moved,
-        events=replay.events,
-        backend="compiled",
-        preemptions=replay.preemptions,
-    )
-
-
-def _replay_of_cores(run: SimulatedCluster) -> Replay:
-    first = min((job.at for job in run.jobs), default=0.0)
-    workers: Mapping[str, SimulatedInstance] = run.workers
-    return Replay(
-        outcomes=[_outcome(*each) for each in zip(run.jobs, run.times.values(), run.reasons, strict=True)],
-        duration_s=max(0.0, run.ended - first),
-        busy_s={name: worker.busy for name, worker in workers.items()},
-        peak_blocks={name: worker.peak for name, worker in workers.items()},
-        pools={name: dict(core.settings.pools) for name, core in run.cores.items()},
-        moved_bytes={kind: run.moved[kind] for kind in (IMAGE, KV)},
-        events=run.events,
-        backend="python",
-        timeline=tuple(run.timeline or ()),
-        preemptions=sum(core.state.preemptions for core in run.cores.values()),
-    )
-
-
-def _outcome(job: Job, times: list[float], reason: str) -> RequestOutcome:
-    if not times:
-        return RequestOutcome(None, (), reason)
-    return RequestOutcome(times[0] - job.at, [after - before for before, after in pairwise(times)], reason)
