@@ -15,7 +15,7 @@ ifneq ($(shell test -x $(PY) && $(PY) -c 'import os, trinity; print(os.path.same
 $(shell rm -f $(STAMP))
 endif
 
-.PHONY: setup demo demo-text plan test test-all test-exact test-load server-load kills virtual hostile test-gpu gpu-bundle check style types layers sizes writers aims house format bench bench-peers asan docs mutants clean
+.PHONY: setup demo demo-text plan test test-all test-exact test-load server-load kills buddies virtual hostile test-gpu gpu-bundle check style types layers sizes writers aims house format bench bench-peers asan docs mutants clean
 .DELETE_ON_ERROR:
 
 setup: $(STAMP)
@@ -68,6 +68,10 @@ hostile: $(STAMP)
 # Instances and launchers killed and frozen under load, 400 times over shm, nixl, ucx and auto: minutes.
 kills: $(STAMP)
 	$(QUIET_CPU) $(PY) tests/sweeps/kills.py $(ARGS)
+
+# Programs that serve a real model are killed 100 times, and their readers go on with the buddy: a quarter of an hour.
+buddies: $(STAMP)
+	$(QUIET_CPU) $(PY) tests/sweeps/buddy_kills.py $(ARGS)
 
 # 20,000 runs in virtual time to which all happens at once that can happen, each checked after every event: a quarter of an hour.
 virtual: $(STAMP)

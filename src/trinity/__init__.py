@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from trinity.planner import Plan as Plan
     from trinity.planner import SearchConfig as SearchConfig
     from trinity.preprocess.media_limits import MediaLimits as MediaLimits
+    from trinity.remote.buddy import Buddy as Buddy
     from trinity.remote.hosts import plan_hosts as plan_hosts
     from trinity.remote.hosts import read_hosts as read_hosts
     from trinity.remote.hosts import write_hosts as write_hosts
@@ -81,6 +82,7 @@ _HOMES = {
     "placement": ["Placement"],
     "planner": ["HybridPlanner", "Plan", "SearchConfig"],
     "preprocess.media_limits": ["MediaLimits"],
+    "remote.buddy": ["Buddy"],
     "remote.hosts": ["plan_hosts", "read_hosts", "write_hosts"],
     "remote.ray_supply": ["RaySupply"],
     "remote.supervisor": ["ProcessConfig"],

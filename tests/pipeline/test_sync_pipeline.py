@@ -26,6 +26,7 @@ from trinity.errors import ClosedError, ConfigError, RequestTooLarge
 from trinity.memory.cache_config import CacheConfig
 from trinity.pipeline import Pipeline
 from trinity.pipeline.placement_changes import PlacementChanges
+from trinity.pipeline.resumption import Resumable
 from trinity.pipeline.stream import Stream
 from trinity.pipeline.sync_pipeline import SyncPipeline, SyncStream
 
@@ -62,7 +63,7 @@ def test_it_is_made_as_a_pipeline_is() -> None:
 
 
 def test_it_has_no_more_and_no_less() -> None:
-    public = vars(PlacementChanges) | vars(Pipeline)
+    public = vars(PlacementChanges) | vars(Resumable) | vars(Pipeline)
     theirs = {RENAMED.get(name, name) for name in public if not name.startswith("_")}
     ours = {name for name in vars(SyncPipeline) if not name.startswith("_")}
     missing = {"processor", "processes", "pools"}  # by `pipeline`

@@ -19,11 +19,11 @@ from msgspec.structs import replace
 
 from trinity.core.failure_policy import NO_RECOVERY, FailurePolicy
 from trinity.core.front_door import find_malformed, find_overload
-from trinity.core.frontend_departures import FrontendDepartures
+from trinity.core.frontend_adoption import FrontendAdoption
 from trinity.core.frontend_events import Abort as Abort
+from trinity.core.frontend_events import Adopt, MoveRequest, Prepared
 from trinity.core.frontend_events import Deliver as Deliver
 from trinity.core.frontend_events import End as End
-from trinity.core.frontend_events import MoveRequest, Prepared
 from trinity.core.frontend_losses import (
     end_of_loss,
     find_death,
@@ -77,7 +77,7 @@ from trinity.core.routing import RoutingPolicy
 MAX_WAITING_BYTES = 4 << 30
 
 
-class FrontendCore(FrontendDepartures):
+class FrontendCore(FrontendAdoption):
     """``handle(event, now) -> [command]``: Send to instances, Deliver and End to readers.
 
     ``max_waiting`` bounds the requests that have no token yet, ``max_waiting_bytes`` the bytes of their inputs;
@@ -96,12 +96,12 @@ class FrontendCore(FrontendDepartures):
     ) -> None:
         super().__init__(policy, failures, spread, check_owner(name))
         self.max_waiting, self.max_waiting_bytes = max_waiting, max_waiting_bytes
-        self.waiting_bytes = self.waiting = 0
         self.names = LifeNames(owner=name)
         self._handlers: dict[type[Value], Callable[[Any, float], None]] = {
             Emit: self._emit,
             Finished: self._finished,
             Submit: self._submit,
+            Adopt: self._adopt,
             Abort: self._abort,
             Tick: self._expire,
             Moved: self._moved,

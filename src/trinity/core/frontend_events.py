@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from trinity.core.messages import Failure, Finished, Sampled, Value
+from trinity.core.messages import Failure, Finished, Sampled, Value, Work
 
 
 class Abort(Value, frozen=True):
@@ -67,6 +67,21 @@ class FormerLife(Value, frozen=True):
     route: tuple[str, ...] = ()
     spans: dict[str, float] = msgspec.field(default_factory=dict)
     alone: bool = False
+
+
+class Adopt(Value, frozen=True):
+    """Shell to front end: go on with this request of a front end that was lost, whose reader has had ``tokens``.
+
+    ``work.request``: its name here, which no other has. ``unread``: its inputs are to be prepared first. ``former``:
+    its life there.
+    """
+
+    work: Work
+    tokens: tuple[int, ...]
+    inputs: tuple[Any, ...]
+    input_bytes: int
+    unread: bool
+    former: FormerLife
 
 
 class End(Value, frozen=True):

@@ -147,6 +147,20 @@ class MoveError(RequestError):
         self.reason = reason
 
 
+class ResumeError(RequestError):
+    """A reader came back for a request (``Pipeline.resume``) and cannot go on with it here. ``.reason`` says why.
+
+    - "unknown": nobody told this pipeline of it, or it has waited for its reader for too long: send it again.
+    - "alive", "served here": the program that it was sent to lives, or it was sent to this one: read it there.
+    - "taken", "ambiguous": another reader has come back for it, or several requests have this id.
+    - "beyond": it never had a token of this index.
+    """
+
+    def __init__(self, message: str, request_id: str = "", reason: str = "") -> None:
+        super().__init__(message, request_id)
+        self.reason = reason
+
+
 class PoisonRequest(RequestError):
     """Instances (``.instances``: their names, joined by ", ") died with the request, the last with nothing beside it.
 

@@ -19,6 +19,7 @@ from trinity.errors import ClosedError, ConfigError, Overloaded, RequestError
 from trinity.metrics import Metrics
 from trinity.pipeline.ended_requests import record_end, record_refused
 from trinity.pipeline.inputs_again import prepare_again
+from trinity.pipeline.journal import RequestJournal
 from trinity.pipeline.moves import Moves
 from trinity.pipeline.request_map import ServeOne
 from trinity.pipeline.stream import Stream, make_late_failure, reduce_deadline
@@ -42,6 +43,7 @@ class FrontendHost:
     - ``metrics``, ``trace``: take every request that has ended.
     - ``streams``: of the requests that are served, by request id.
     - ``reached``: instances within reach, by name.
+    - ``journal``: tells a buddy of the requests, where there is one.
     - ``processor`` (None): there once the pipeline has loaded it.
     - ``preparing``, ``departures``: requests that are being processed, and those that have left this or the front end.
 
@@ -55,6 +57,7 @@ class FrontendHost:
         self.streams: dict[str, Stream] = {}
         self.reached: dict[str, InstanceHandle] = {}
         self.processor: RequestProcessor | None = None
+        self.journal = RequestJournal()
         self.opened: PipelineState = "new"
         self.preparing = self.departures = 0
         self._preparing_again: set[asyncio.Task[None]] = set()
@@ -130,6 +133,7 @@ class FrontendHost:
             processed = stream.begin(
                 processed, lambda stop: TextStream(processor.tokenizer, stop, processed.work.prompt)
             )
+            await self.journal.note(stream, reduce_deadline(processed, time.monotonic() - stream.arrived))
         except TimeoutError:
             if limit.expired():
                 return None
@@ -156,6 +160,7 @@ class FrontendHost:
             if task.get_name() == stream.request.request_id:
                 task.cancel()
         self.streams.pop(stream.request.request_id, None)
+        self.journal.end(stream)
         record_end(stream, self._metrics, self._trace)
         self._ways.note(stream.output.transfers, self.core.router.peers)
 

@@ -33,6 +33,7 @@ from trinity.pipeline.frontend_host import FrontendHost, PipelineState
 from trinity.pipeline.map_progress import Progress
 from trinity.pipeline.placement_changes import PlacementChanges
 from trinity.pipeline.request_map import MapResult, OnError, Requests, map_requests
+from trinity.pipeline.resumption import Resumable
 from trinity.pipeline.stream import Stream
 from trinity.pipeline.views import describe_pipeline, instance_table
 from trinity.placement import Placement
@@ -40,8 +41,6 @@ from trinity.planner import Plan
 from trinity.preprocess.media_limits import MediaLimits
 from trinity.preprocess.processor import RequestProcessor
 from trinity.remote import attached_instances, supervisor
-from trinity.remote.instance_client import InstanceClient
-from trinity.remote.supervisor_messages import InstanceHealth
 from trinity.request import Output, Request
 from trinity.runtime import loader
 from trinity.runtime.host import InstanceHost
@@ -54,7 +53,7 @@ TRACE_BYTES = 64 << 20  # of the rows of its last requests: some 98,000 of 24 to
 
 
 @check_arguments
-class Pipeline(PlacementChanges):
+class Pipeline(PlacementChanges, Resumable):
     """Encode, prefill and decode of one model, on instances placed as you say.
 
     - ``model``: a directory, a hub id (cached, or fetched if ``download`` (False)), "shapes", or ``EmulatedModel``.
@@ -203,6 +202,7 @@ class Pipeline(PlacementChanges):
         self._frontend.opened = "running"
         if self._processes is not None:  # only now: the front end must know an instance before it is lost
             self._processes.watch()
+        await self._begin_journals()
         if self.auto is not None:
             await self.auto.begin(self)
 
@@ -223,16 +223,6 @@ class Pipeline(PlacementChanges):
         owner, setups = self._frontend.core.name, self._make_setups(self.instances)
         self._processes = attached_instances.supervise(owner, self._frontend, self.timeline, *given)
         self._frontend.reached.update(await self._processes.start(setups))
-
-    @property
-    def processes(self) -> dict[str, InstanceClient]:
-        """The instances in processes of their own, by name."""
-        return self._processes.members if self._processes is not None else {}
-
-    @property
-    def health(self) -> dict[str, InstanceHealth]:
-        """State of the instances in processes of their own, by name: who is away, why, and when it is started again."""
-        return self._processes.health() if self._processes is not None else {}
 
     @property
     def loads(self) -> dict[str, PeerLoad]:
@@ -385,6 +375,7 @@ class Pipeline(PlacementChanges):
         await asyncio.gather(*filter(None, [self._starting]), return_exceptions=True)
         if self.auto is not None:
             await self.auto.aclose()
+        await self._end_journals()
         self._frontend.end_all()
         try:
             await (self.wait_idle() if self._processes is None else self._processes.drain(self.wait_idle()))

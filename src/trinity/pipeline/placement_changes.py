@@ -28,6 +28,8 @@ from trinity.pipeline.thread_instances import ThreadInstances
 from trinity.placement import Placement
 from trinity.planner import Plan
 from trinity.remote import instance_processes, planned_restart, supervisor
+from trinity.remote.instance_client import InstanceClient
+from trinity.remote.supervisor_messages import InstanceHealth
 from trinity.remote.wire import Setup
 from trinity.runtime import loader
 from trinity.runtime.host import InstanceHost, LoadedInstance
@@ -65,6 +67,16 @@ class PlacementChanges:
     def change(self) -> str:
         """The change that is under way, "instance E1 switches to D"; "" where none is."""
         return self._changing
+
+    @property
+    def processes(self) -> dict[str, InstanceClient]:
+        """The instances in processes of their own, by name."""
+        return self._processes.members if self._processes is not None else {}
+
+    @property
+    def health(self) -> dict[str, InstanceHealth]:
+        """State of the instances in processes of their own, by name: who is away, why, and when it is started again."""
+        return self._processes.health() if self._processes is not None else {}
 
     async def switch(self, name: str, roles: str, *, drain_s: float = DRAIN_S) -> Switch:
         """Have an instance switch to other roles: ``await pipe.switch("E1", "D")``; it keeps its name.

@@ -19,6 +19,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 from trinity.core.messages import PeerLoad
 from trinity.errors import ClosedError
 from trinity.metrics import Metrics
+from trinity.pipeline.adoptions import WITHIN_S, Resumption
 from trinity.pipeline.frontend_host import PipelineState
 from trinity.pipeline.loop_thread import LoopThread
 from trinity.pipeline.pipeline import Pipeline
@@ -113,6 +114,20 @@ class SyncPipeline:
     def stream(self, request: Request) -> SyncStream:
         """Make a stream of the request's tokens: a context manager and iterator. Leaving it ends the request."""
         return SyncStream(self, self.pipeline.stream(request))
+
+    def resume(self, /, request_id: str, after: int = -1, within_s: float = WITHIN_S) -> SyncResumption:
+        """As ``Pipeline.resume``: ``with pipe.resume("chat-17", after=41) as tokens: for token in tokens``."""
+        return SyncResumption(self, self.pipeline.resume(request_id, after, within_s))
+
+    @property
+    def has_buddy(self) -> bool:
+        """As ``Pipeline.has_buddy``."""
+        return self.pipeline.has_buddy
+
+    @property
+    def journal_address(self) -> str:
+        """As ``Pipeline.journal_address``."""
+        return self.pipeline.journal_address
 
     def close(self) -> None:
         """End every request, wait for steps and transfers in flight, stop all threads. May be called twice."""
@@ -268,6 +283,31 @@ class SyncStream:
         return f"Sync{self._stream!r}"
 
 
+class SyncResumption:
+    """A reader that comes back, without await: a block in which there is its ``SyncStream``."""
+
+    def __init__(self, door: SyncPipeline, resumption: Resumption) -> None:
+        self._door, self._resumption = door, resumption
+        self._stream: SyncStream | None = None
+
+    def __enter__(self) -> SyncStream:
+        entered: list[Stream] = []
+        try:
+            self._door.thread.run(_enter, self._resumption, entered)
+        finally:
+            if entered:  # also where this call was interrupted on its way back
+                self._stream = SyncStream(self._door, entered[0])
+                self._stream._entered = True
+        assert self._stream is not None
+        return self._stream
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._stream is not None:
+            self._stream.cancel()
+
+
 def _iterate(door: SyncPipeline, results: AsyncGenerator[T, None]) -> Iterator[T]:
     """Iterate over an asynchronous generator of the door's loop, and close it at the end or when left."""
     turn = asyncio.Lock()  # a step that Ctrl-C has left may still be ending on the loop
@@ -288,7 +328,7 @@ async def _leave(results: AsyncGenerator[Any, None], turn: asyncio.Lock) -> None
         await results.aclose()
 
 
-async def _enter(stream: Stream, entered: list[Stream]) -> None:
+async def _enter(stream: AbstractAsyncContextManager[Stream], entered: list[Stream]) -> None:
     entered.append(await stream.__aenter__())
 
 

@@ -17,6 +17,7 @@ from trinity.emulation.model import EmulatedModel
 from trinity.errors import ConfigError
 from trinity.errors.arguments import check_arguments
 from trinity.instance import Instance
+from trinity.remote.buddy import Buddy
 from trinity.remote.channel import SECRET_VARIABLE, SHORTEST_SECRET, Address
 from trinity.remote.fork_client import kept_launcher as kept_launcher
 from trinity.remote.host_addresses import crosses_network, name_machine
@@ -54,6 +55,8 @@ class ProcessConfig:
       program's next pipeline, unless a ``secret`` was given; 0 ends it with its own.
     - ``attach`` (False): serve beside the pipeline that has set the instances up, and share them. Each has its address,
       name and roles as there. That one restarts and switches them; either may end without harm to the other's requests.
+    - ``buddy`` (None): ``Buddy``, the pipeline that goes on with this one's requests when its program dies, and where
+      others bring theirs to this one. For instances that run already.
     - ``on_change`` (None): called with the ``InstanceHealth`` of an instance whose state has changed.
 
     Raises ``ConfigError`` for a silence shorter than an instance's own pauses, a wait that is none, and for
@@ -68,6 +71,7 @@ class ProcessConfig:
     launcher_waits_s: float = LAUNCHER_WAITS_S
     trusted_network: bool = False
     attach: bool = False
+    buddy: Buddy | None = None
 
     def __post_init__(self) -> None:
         if self.secret is not None:
@@ -81,12 +85,12 @@ class ProcessConfig:
         if not self.launcher_waits_s >= 0:
             raise ConfigError(f"launcher_waits_s is {self.launcher_waits_s!r}: give seconds, 0 to wait for no pipeline")
 
-    def check_place(self, name: str, place: InstancePlace) -> None:
-        """Raise ``ConfigError`` where an instance is reached over a network in the clear, and nobody trusts that."""
+    def check_place(self, name: str, place: InstancePlace, what: str = "instance") -> None:
+        """Raise ``ConfigError`` where ``what`` is reached over a network in the clear, and nobody trusts that."""
         if self.trusted_network or place.trusted_network or place.tls is not None or not crosses_network(place.address):
             return
         raise ConfigError(
-            f"instance {name} is reached over a network, at {place.address}: give "
+            f"{what} {name} is reached over a network, at {place.address}: give "
             "ProcessConfig(tls=TLSConfig(...)), and certificates where it runs (--tls-certificate), or say that only "
             "hosts you trust are on that network: ProcessConfig(trusted_network=True)"
         )
@@ -220,6 +224,12 @@ def check_hosting(hosting: str, instances: Sequence[Instance], config: ProcessCo
         raise ConfigError("instances with an address are processes: use hosting='process' with them")
     if config.attach and (config.supply is not None or len(addresses) < len(instances)):
         raise ConfigError("ProcessConfig(attach=True) starts no instance: give each its address=, and no supply=")
+    if config.buddy is not None and len(addresses) < len(instances):
+        raise ConfigError(
+            "a Buddy serves on the same instances: give each its address=, so that they outlive a program"
+        )
+    for text in config.buddy.addresses if config.buddy is not None else ():
+        config.check_place("of a journal", InstancePlace(Address.parse(text), tls=config.tls), "the other side")
     if config.supply is not None and hosting == "thread":
         raise ConfigError("instances of a supply are processes: use hosting='process' with it")
     for name, address in addresses.items():

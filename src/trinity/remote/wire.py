@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from trinity.core.instance.settings import Reservation
+from trinity.core.journal import Journal, JournalKept, JournalStart
 from trinity.core.messages import (
     Cancel,
     Caught,
@@ -300,6 +301,9 @@ ControlMessage = (
     | Hello
     | Helped
     | Gone
+    | Journal
+    | JournalKept
+    | JournalStart
     | LinkEnded
     | Move
     | Moved

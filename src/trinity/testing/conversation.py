@@ -9,6 +9,7 @@ from typing import TypeGuard
 
 from trinity.core import InstanceCore
 from trinity.core.frontend import Abort, Deliver, End
+from trinity.core.frontend_events import Adopt
 from trinity.core.life_names import MARK
 from trinity.core.messages import (
     FRONTEND,
@@ -67,7 +68,8 @@ class Conversation:
 
     Each life of a request has a name of its own: it begins with the tokens that its reader has, and its reader gets
     tokens of the present attempt of the present one alone. What is over on an instance is an attempt, not what comes
-    after it. A front end hears of its own requests alone. What a lost one owned may end anyhow.
+    after it. A front end hears of its own requests alone. What a lost one owned may end anyhow;
+    one that adopts it goes on behind the tokens that it was told of.
     """
 
     def __init__(self, cores: Mapping[str, InstanceCore]) -> None:
@@ -87,6 +89,7 @@ class Conversation:
         self.delivered: dict[str, list[int]] = {}
         self.readers: dict[tuple[str, int], str] = {}  # by owner and number, which all lives of a request have
         self.owners: dict[str, str] = {}  # of each life
+        self.adopted: set[str] = set()  # of front ends that died, by the name that they have here
         self.gone: set[str] = set()  # front ends
         self.present: dict[str, str] = {}  # name of the present life of each
         self.begun: Counter[str] = Counter()  # tokens that each life began with
@@ -106,6 +109,10 @@ class Conversation:
             self.aborted.add(label_reader(name, event.request))
         elif isinstance(event, Submit) and is_frontend(name):
             self.submitted[label_reader(name, event.work.request)] = name
+        elif isinstance(event, Adopt):
+            reader = label_reader(name, event.work.request)
+            self.submitted[reader], self.delivered[reader] = name, list(event.tokens)
+            self.adopted.add(event.work.request)
         elif (isinstance(event, Offer) and not event.moves) or (isinstance(event, Submit) and not event.asker):
             own = self.cores.get(name)
             here = own is None or event.target_epoch in (None, own.settings.epoch)
@@ -235,7 +242,8 @@ class Conversation:
         life = sent.work.request
         assert sent.work.owner == name, f"{name} sends {sent} of {sent.work.owner}"
         assert self.owners.setdefault(life, name) == name, f"{name} calls a life {life}, as {self.owners[life]} does"
-        first = life if name == FRONTEND else label_reader(name, life.rpartition(MARK)[0])
+        asked = life.rpartition(MARK)[0]
+        first = life if name == FRONTEND and asked not in self.adopted else label_reader(name, asked)
         reader = self.readers.setdefault((name, sent.work.number), first)
         assert reader not in self.ends, f"{sent} of a request that has ended"
         known = self.delivered.get(reader, [])
