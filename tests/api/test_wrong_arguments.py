@@ -33,6 +33,7 @@ from trinity.traces.trace import TraceImage, TraceRow
 
 SOUND: dict[Any, dict[str, Any]] = {  # arguments that each constructor takes
     trinity.BatchRules: {},
+    trinity.Buddy: {"listen": "unix:/run/a-buddy"},
     trinity.CacheConfig: {},
     trinity.Connector: {},
     trinity.Device: {"name": "x", "flops": 1e12, "bandwidth": 1e12, "memory": 1e10},

@@ -119,6 +119,11 @@ async def test_a_request_of_this_pipeline_is_read_from_its_own_stream() -> None:
         async with served:
             await served.wait_first()
             assert await reason(made) == "served here"
+            made.take("life", told(opening()))
+            reading = asyncio.ensure_future(read(made, after=3))
+            await asyncio.sleep(0.02)
+            made.lose("life", "it was killed")
+            assert await reading == right(ASKED)[4:], "another request of this id is this reader's"
 
 
 async def test_an_end_that_its_reader_did_not_see_is_told_again() -> None:
@@ -134,6 +139,8 @@ async def test_an_end_that_its_reader_did_not_see_is_told_again() -> None:
         assert await read(made, after=30) == right(ASKED)[31:]
         with pytest.raises(DeadlineExceeded, match="took too long"):
             await read(made, "q")
+        assert [await reason(made, each) for each in "rq"] == ["unknown"] * 2, "nothing is left of them"
+        assert not made._adopted
         assert made._host._metrics.requests == counted, "another program has counted it"
 
 

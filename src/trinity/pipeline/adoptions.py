@@ -232,6 +232,8 @@ class Adoptions:
             stream, problem = self._look(request_id)
             if stream is not None:
                 stream.go_behind(after)
+                if stream.done:
+                    self._adopted.pop(stream.request.request_id, None)
                 return stream
             patience = {"unknown": min(UNKNOWN_S, within_s), "alive": within_s}.get(problem.reason, 0.0)
             left = began + patience - time.monotonic()
@@ -252,13 +254,13 @@ class Adoptions:
         if len(free) > 1:
             text = f"{len(free)} requests that were adopted have this id; give each request an id that no other has"
             return None, ResumeError(text, request_id, "ambiguous")
+        if self._keeper.knows(request_id):  # ahead of others of this id, for this one may be to come
+            text = "the front end that has it lives: read it there, or come back once that has died"
+            return None, ResumeError(text, request_id, "alive")
         if found:
             return None, ResumeError("another reader has come back for it", request_id, "taken")
         if request_id in self._host.streams:
             return None, ResumeError("it was sent to this pipeline: read its own stream", request_id, "served here")
-        if self._keeper.knows(request_id):
-            text = "the front end that has it lives: read it there, or come back once that has died"
-            return None, ResumeError(text, request_id, "alive")
         return None, ResumeError("nobody told this pipeline of it, or it is over: send it again", request_id, "unknown")
 
     def _change(self) -> None:
