@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import TypeGuard
 
 from trinity.core import InstanceCore
@@ -39,24 +38,10 @@ from trinity.core.messages import (
     Withdraw,
 )
 from trinity.core.values import is_frontend
+from trinity.testing.offers import Transfer, list_pieces
 from trinity.testing.readers import label_reader
 
 HELPS = {(before, said) for before in ("asked", "begun", "no") for said in ("begun", "ready", "no")} | {("ready", "no")}
-
-
-@dataclass
-class Transfer:
-    """One offer, as seen from outside."""
-
-    offer: Offer
-    target: str
-    layers: int = 1
-    ready: set[object] = field(default_factory=set)  # parts; of KV (block, layer)
-    asked: set[object] = field(default_factory=set)
-    running: set[int] = field(default_factory=set)
-    committed: bool = False
-    outcome: str | None = None
-    void: bool = False  # one of the two has died
 
 
 class Conversation:
@@ -120,7 +105,7 @@ class Conversation:
                 self.visited.add((name, event.work.request))
         elif isinstance(event, Ready) and event.again:
             transfer = self.transfers[event.id]
-            transfer.asked -= set(_pieces(transfer, event.layers, event.blocks))
+            transfer.asked -= set(list_pieces(transfer, event.layers, event.blocks))
         elif isinstance(event, PeerDown) and is_frontend(event.name):
             for request, state in self.cores[name].state.requests.items():
                 if state.work.owner == event.name:
@@ -272,7 +257,7 @@ class Conversation:
             assert not transfer.committed, f"{message} again"
             whole = len(transfer.offer.parts)
             if transfer.offer.kind == KV:
-                whole = len(_pieces(transfer, None, None))
+                whole = len(list_pieces(transfer, None, None))
             assert message.ending or len(transfer.ready) == whole, f"{message} before every part is ready"
             transfer.committed = True
         elif isinstance(message, Fetched):
@@ -301,7 +286,7 @@ class Conversation:
         assert not transfer.committed, f"{message} after Commit"
         pieces: set[object] = set(message.parts)
         if transfer.offer.kind == KV:
-            pieces = set(_pieces(transfer, message.layers, message.blocks))
+            pieces = set(list_pieces(transfer, message.layers, message.blocks))
         if message.again:
             assert pieces & transfer.ready, f"{message} takes back what was never ready"
             transfer.ready -= pieces
@@ -349,7 +334,7 @@ class Conversation:
         pieces: set[object] = {pull.part}
         if pull.kind == KV:
             start = part.blocks.index(pull.source_blocks[0])
-            pieces = set(_pieces(transfer, pull.layers, (start, start + len(pull.source_blocks))))
+            pieces = set(list_pieces(transfer, pull.layers, (start, start + len(pull.source_blocks))))
         assert pieces <= transfer.ready - transfer.asked, f"{pull} is not ready or was asked before"
         assert len(pull.source_blocks) == len(pull.target_blocks) > 0, f"{pull} pairs no blocks"
         assert set(pull.source_blocks) <= set(blocks), f"{pull} reads beyond its part"
@@ -397,12 +382,3 @@ def ends_lease_early(message: Value) -> TypeGuard[Withdraw]:
         and message.failure is not None
         and message.failure.fields.get("cause") == "LeaseExpired"
     )
-
-
-def _pieces(
-    transfer: Transfer, layers: tuple[int, int] | None, blocks: tuple[int, int] | None
-) -> list[tuple[int, int]]:
-    """List the (block, layer) cells of a KV offer, all of them where None."""
-    first, end = layers or (0, transfer.layers)
-    start, stop = blocks or (0, len(transfer.offer.parts[0].blocks))
-    return [(block, layer) for block in range(start, stop) for layer in range(first, end)]
