@@ -15,6 +15,7 @@ import pytest
 from support.emulated_instances import HEIGHT, IMAGES, MODEL, SHAPE, SOURCE, TARGET, Site, moved, prefilled, work_of
 from trinity.core.messages import IMAGE, KV, Open, Step
 from trinity.costs.emulated_cost import LinearCost
+from trinity.costs.model_shape import MODELS
 from trinity.emulation.content import (
     PLACEHOLDER,
     expected_tokens,
@@ -265,6 +266,14 @@ def test_a_row_of_a_trace_becomes_a_request() -> None:
     assert request.contents == ("3.0", "3.1")
     spans = EmulatedProcessor(MODEL).process(request).work.media
     assert [(span.width, span.height, span.tokens) for span in spans] == [(56, 28, 6), (1, 1, 6)]
+
+
+def test_a_models_tiles_are_those_of_its_rule() -> None:
+    found = {name: EmulatedShape.of(shape).tile_tokens for name, shape in MODELS.items()}
+    assert {name: tile for name, tile in found.items() if tile} == {
+        name: 64 if name.startswith("minicpm") else 256 for name in found if name.startswith(("minicpm", "internvl"))
+    }
+    assert len({*found.values()}) == 3, "and of others none"
 
 
 def test_an_image_of_several_tiles_is_cut_into_strips() -> None:

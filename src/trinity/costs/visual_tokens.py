@@ -192,13 +192,21 @@ def list_tiles(rule: VisualTokenRule, tokens: int, width: int = 0, height: int =
     ``width`` and ``height`` (pixels, 0: unknown) are needed for LLaVA-NeXT alone, whose tiles are rows of tiles. What
     does not add up to ``tokens`` is in one, as it is where it is served.
     """
-    bound = rule if isinstance(rule, partial) else partial(rule)
+    bound, each = _bind(rule), equal_tile_tokens(rule)
+    tiles = (each,) * (tokens // each) if each else ()
     if bound.func is anyres_tokens and width and height and not bound.args:
         tiles = anyres_tiles(width, height, **bound.keywords)
-    else:
-        each = int(bound.keywords.get("tokens", _EQUAL_TILES.get(bound.func, 0)))
-        tiles = (each,) * (tokens // each) if bound.func in _EQUAL_TILES and each > 0 else ()
     return tiles if sum(tiles) == tokens and min(tiles, default=0) > 0 else (tokens,)
+
+
+def equal_tile_tokens(rule: VisualTokenRule) -> int:
+    """Visual tokens of a tile, of a rule that makes tiles of equal tokens; 0 of any other."""
+    bound = _bind(rule)
+    return max(0, int(bound.keywords.get("tokens", _EQUAL_TILES[bound.func]))) if bound.func in _EQUAL_TILES else 0
+
+
+def _bind(rule: VisualTokenRule) -> partial[int]:
+    return rule if isinstance(rule, partial) else partial(rule)
 
 
 def encode_rule(rule: Any) -> dict[str, Any]:
@@ -206,7 +214,7 @@ def encode_rule(rule: Any) -> dict[str, Any]:
 
     Raises ``ConfigError`` for a rule of your own: it is code, which is never sent.
     """
-    bound = rule if isinstance(rule, partial) else partial(rule)
+    bound = _bind(rule)
     name = next((name for name, known in _RULES.items() if known is bound.func), None)
     if name is None or bound.args:
         raise ConfigError(

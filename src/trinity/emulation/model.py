@@ -23,7 +23,7 @@ from trinity.core.messages import IMAGE, KV
 from trinity.costs.emulated_cost import LinearCost, TableCost
 from trinity.costs.model_shape import ModelShape
 from trinity.costs.step_cost import CostTables, Roofline
-from trinity.costs.visual_tokens import decode_rule, encode_rule
+from trinity.costs.visual_tokens import decode_rule, encode_rule, equal_tile_tokens
 from trinity.errors import ConfigError
 from trinity.errors.arguments import check_struct
 from trinity.memory.block_memory import BlockShape
@@ -76,7 +76,10 @@ class EmulatedShape(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, model: ModelShape) -> EmulatedShape:
-        """Take the dimensions of a ``trinity.costs.model_shape.ModelShape``; every image has a typical one's rows."""
+        """Take the dimensions of a ``trinity.costs.model_shape.ModelShape``; every image has a typical one's rows.
+
+        Tiles are those of a model that cuts images into tiles of equal tokens.
+        """
         language = model.language
         return cls(
             name=model.name,
@@ -87,6 +90,7 @@ class EmulatedShape(msgspec.Struct, frozen=True, kw_only=True):
             kv_dtype_bytes=model.kv_dtype_bytes,
             image_width=language.width if model.vision else 0,
             image_tokens=model.image_tokens or 1,
+            tile_tokens=equal_tile_tokens(model.visual_tokens) if model.vision else 0,
             vocabulary=model.vocabulary,
             context=model.context,
         )
