@@ -1,5 +1,6 @@
 """Loss by screening: 20 small questions, answered by the screening engine with a few replays on the cores, and by a
-search of every placement on the cores.
+search of every placement on the cores. A setting without a stand-in is searched on the cores on both sides: to measure
+one, give it a row with that stand-in first.
 
 python -m benchmarks.planning.screening [--settings depth=2 kv=layer ...] [--cases 20]
 """
@@ -19,6 +20,7 @@ import msgspec
 from benchmarks.paper_devices import ENGINE
 from trinity import traces
 from trinity.core.transfers import TransferPolicy
+from trinity.costs.emulated_cost import LinearCost
 from trinity.costs.model_shape import get_model_shape
 from trinity.errors import TraceTooShort
 from trinity.planner.candidates import Deployment
@@ -27,7 +29,7 @@ from trinity.planner.hardware import Hardware, cluster_of
 from trinity.planner.problem import GoodputCriterion, PlanningProblem
 from trinity.planner.search import BoundedCandidate, SearchResult, search_to_end
 from trinity.planner.trials import Trials
-from trinity.traces.trace import SLO, Trace, TraceRow
+from trinity.traces.trace import SLO, Trace, TraceImage, TraceRow
 
 CASES, REQUESTS = 20, 150
 SETTINGS: Mapping[str, dict[str, Any]] = {
@@ -39,6 +41,7 @@ SETTINGS: Mapping[str, dict[str, Any]] = {
     "kv=grouped": {"transfers": TransferPolicy(kv="grouped")},
     "spread=4": {"spread": 4},
 }
+HEAVY_ENCODER = LinearCost(step_s=0.02, prefill_s=2e-5, media_s=0.05 / 64, decode_s=1e-4)
 MODELS = ("llava-1.5-7b", "qwen2-vl-7b", "minicpm-v-2.6", "internvl2-8b")
 SLOS = (SLO(0.5, 0.06), SLO(0.5, 0.08), SLO(0.7, 0.1), SLO(1.0, 0.06), SLO(1.0, 0.1))
 
@@ -51,6 +54,7 @@ class Small(NamedTuple):
     devices: Any
     slo: SLO
     trace: Trace
+    cost: LinearCost | None = None  # of every device; None: its roofline
 
 
 class Lost(NamedTuple):
@@ -82,6 +86,20 @@ def question(number: int) -> Small:
     devices: Any = {"H100": count - 1, "A100": 1} if draw.random() < 0.2 else {draw.choice(("H100", "A100")): count}
     trace = _real(draw) if draw.random() < 0.5 else _synthetic(draw, get_model_shape(name).image_tokens)
     return Small(number, name, devices, draw.choice(SLOS), _repeating(draw, trace) if number % 2 else trace)
+
+
+def shared_question(number: int) -> Small:
+    """Drawn from its number, of encoders that weigh much: 2 to 8 images, of which each takes 50 ms to encode."""
+    draw, at, rows = random.Random(f"shared {number}"), 0.0, []
+    count, most = draw.choice((4, 5, 6)), draw.choice((4, 8))
+    for place in range(REQUESTS):
+        at += draw.expovariate(10) * 1000
+        images = [TraceImage(tokens=64, content=f"{place}.{item}") for item in range(draw.randint(2, most))]
+        text, output = draw.randint(20, 80), draw.randint(1, 24)
+        length = text + 64 * len(images)
+        rows.append(TraceRow(timestamp=at, input_length=length, text_length=text, output_length=output, images=images))
+    slo = SLO(draw.choice((0.35, 0.5, 0.7, 1.0)), 0.1)
+    return Small(number, "minicpm-v-2.6", {"H100": count}, slo, Trace(rows), HEAVY_ENCODER)
 
 
 def _real(draw: random.Random) -> Trace:
@@ -127,7 +145,7 @@ def _shared(draw: random.Random, row: TraceRow) -> TraceRow:
 def case_of(asked: Small, setting: str) -> PlanningProblem:
     """A planner's, which may call a goodput what lasts one TTFT bound."""
     cluster = cluster_of(asked.devices, None, engine=ENGINE)
-    hardware = Hardware(get_model_shape(asked.model), cluster, None, {}, SETTINGS[setting])
+    hardware = Hardware(get_model_shape(asked.model), cluster, asked.cost, {}, SETTINGS[setting])
     return PlanningProblem(
         hardware, asked.trace, GoodputCriterion(asked.slo, least_requests=100, least_ttfts=1.0), None
     )
@@ -181,11 +199,12 @@ def best_of(cores: Trials, chosen: SearchResult, entries: Sequence[BoundedCandid
 def measure(setting: str, cases: int) -> list[Lost]:
     """Of the first so many cases that have an answer; each is told as it is known."""
     known: list[Lost] = []
+    asked = shared_question if "spread" in SETTINGS[setting] else question
     number = 0
     while len(known) < cases:
         number += 1
         try:
-            one = lost(question(number), setting)
+            one = lost(asked(number), setting)
         except TraceTooShort:
             continue
         known.append(one)

@@ -123,7 +123,19 @@ async def test_processes_are_told_of_them() -> None:
 
 
 def test_every_knob_of_the_search_is_run() -> None:
-    assert set(list_knobs(Space())) <= set(PLAN_SETTINGS)
+    assert set(list_knobs(Space(spreads=(1, 2)))) <= set(PLAN_SETTINGS)
+
+
+@pytest.mark.parametrize(
+    ("settings", "given", "spread"),
+    [({"spread": 3}, {}, 3), ({"spread": 3}, {"spread": 1}, 1), ({}, {"spread": 2}, 2), ({}, {}, 1)],
+)
+def test_a_plans_spread_is_served_unless_the_user_has_another(
+    settings: dict[str, int], given: dict[str, int], spread: int
+) -> None:
+    pipe = Pipeline(QUICK, planned("2E1PD", settings=settings), **given)
+    assert pipe._frontend.core.spread == spread
+    assert pipe._processing[-1] == spread, "strips of an image, too"
 
 
 def test_a_setting_of_another_version_is_not_left_out_in_silence() -> None:

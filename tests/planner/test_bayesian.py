@@ -88,7 +88,14 @@ def test_real_simulators_take_them() -> None:
     assert all(each.ttft_s is not None for each in made.serve(asked.placement)(trace(20)))
 
 
-@pytest.mark.parametrize("bad", [{"orders": ()}, {"trials": 0}, {"beta": -1.0}, {"fewest": 0}])
+def test_the_spread_of_a_deployment_is_its_simulators() -> None:
+    whole = planner(2, Space(spreads=(1, 4)))
+    assert list_knobs(Space(spreads=(1, 4)))["spread"] == (1, 4)
+    assert "spread" not in list_knobs(Space()), "the planner's own"
+    assert [whole.hardware.simulator(deployment(spread=each), STRICT).spread for each in (4, 1)] == [4, 1]
+
+
+@pytest.mark.parametrize("bad", [{"orders": ()}, {"trials": 0}, {"beta": -1.0}, {"fewest": 0}, {"spreads": (0,)}])
 def test_a_space_without_choice_is_refused(bad: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=r"at least (one value for each knob|[01])"):
         Space(**bad)

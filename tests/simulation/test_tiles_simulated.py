@@ -124,7 +124,7 @@ def late(found: Replay) -> int:
         pytest.param("6EPD", 6, "least_loaded", marks=pytest.mark.slow),
     ],
 )
-@pytest.mark.parametrize("load", [0.5, 0.9, 1.2])
+@pytest.mark.parametrize("load", [pytest.param(0.5, marks=pytest.mark.slow), 0.9, 1.2])
 def test_no_load_is_served_worse_and_no_tile_encoded_twice(
     load: float, placement: str, count: int, routing: str
 ) -> None:

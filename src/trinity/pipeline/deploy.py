@@ -18,7 +18,7 @@ SEARCHED_LIMIT = 0  # a plan's batch limit that Algorithm 1 is to find
 PLANNED_DEPTH = 1  # of a plan whose search left the depth alone
 SEARCHED_RULES = ("order", "policy")
 BATCH_LIMITS = ("tokens", "mixed_tokens", "images")
-PLAN_SETTINGS = (*SEARCHED_RULES, *BATCH_LIMITS, "routing", "reservation", "depth")
+PLAN_SETTINGS = (*SEARCHED_RULES, *BATCH_LIMITS, "routing", "reservation", "depth", "spread")
 
 
 class InstanceOptions(TypedDict, total=False):
@@ -85,6 +85,12 @@ def choose_rules_and_routing(
     knobs = read_plan_settings(placement) if isinstance(placement, Plan) else {}
     chosen = rules or replace(BatchRules(), **{name: knobs[name] for name in SEARCHED_RULES if name in knobs})
     return chosen, str(knobs.get("routing", "round_robin")) if routing is None else routing
+
+
+def choose_spread(placement: object, spread: int | None) -> int:
+    """Choose the encoders that a request may have: the user's, else a plan's whose search has set it, else one."""
+    knobs = read_plan_settings(placement) if isinstance(placement, Plan) else {}
+    return int(knobs.get("spread", 1)) if spread is None else spread
 
 
 def read_plan_settings(plan: Plan) -> dict[str, Any]:

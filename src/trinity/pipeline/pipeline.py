@@ -27,7 +27,7 @@ from trinity.memory.digests import Verify
 from trinity.metrics import Metrics
 from trinity.pipeline.chat import Messages, make_chat_request
 from trinity.pipeline.copies import serve_copies
-from trinity.pipeline.deploy import InstanceOptions, choose_rules_and_routing, make_instances
+from trinity.pipeline.deploy import InstanceOptions, choose_rules_and_routing, choose_spread, make_instances
 from trinity.pipeline.features import Features, FeatureSource, read_features
 from trinity.pipeline.frontend_host import FrontendHost, PipelineState
 from trinity.pipeline.map_progress import Progress
@@ -75,7 +75,7 @@ class Pipeline(PlacementChanges, Resumable):
     - ``limits`` (None): ``MediaLimits``, the largest images, prompts and counts that a request may have.
     - ``ignore_generation_config`` (none): fields of the checkpoint's generation config not to follow; True for all.
     - ``max_waiting`` (requests, 1024), ``max_waiting_bytes`` (4 GiB, of pixels): more waiting is ``Overloaded``.
-    - ``spread`` (count, 1): instances with E that may encode one request's images at once, while they are idle.
+    - ``spread`` (count, a plan's or 1): instances with E that may encode a request's images at once, while idle.
     - ``failures`` (None): ``FailurePolicy``, what becomes of requests whose instance is lost: two recoveries each.
     - ``observe`` (None): called as ``observe(request_id, index, logits)`` with all logits before sampling.
     - ``lanes``, ``threads``, ``prefix_cache``, ``image_cache``, ``reservation``, ``attention``, ``depth``, ``pack``,
@@ -112,7 +112,7 @@ class Pipeline(PlacementChanges, Resumable):
         ignore_generation_config: Sequence[str] | bool = (),
         max_waiting: Whole = 1024,
         max_waiting_bytes: Whole = MAX_WAITING_BYTES,
-        spread: Whole = 1,
+        spread: Whole | None = None,
         failures: FailurePolicy | None = None,
         observe: Callable[..., None] | None = None,
         transfers: TransferPolicy | None = None,
@@ -126,7 +126,7 @@ class Pipeline(PlacementChanges, Resumable):
         source = self.model = loader.resolve_model(model, download)
         self.auto, placement = resolve_auto_placement(source, placement, instances, slo, cache.memory_bytes, apply)
         self.instances = name_instances(make_instances(placement, options, limited=bool(rules or budgets)))
-        rules, routing = choose_rules_and_routing(placement, rules, routing)
+        (rules, routing), spread = choose_rules_and_routing(placement, rules, routing), choose_spread(placement, spread)
         self.placement = Placement.of(each.group for each in self.instances)
         self.slo, self.routing, self._processing = slo, routing, (limits, ignore_generation_config, spread)
         self.hosting = supervisor.check_hosting(hosting, self.instances, processes)

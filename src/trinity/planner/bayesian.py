@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib import import_module
+from itertools import product
 from typing import Any
 
 from trinity.errors import ConfigError, pip_install
@@ -20,7 +21,8 @@ def search_bayesian(case: PlanningProblem, space: Space, seed: int) -> tuple[lis
     """Search ``space.trials`` configurations; return them best first, with notes for the plan.
 
     Tree-structured Parzen estimator, seeded. The first configurations are Algorithm 2's and those with the best nominal
-    bounds, with the knobs of Algorithm 1, under each reservation. Raises ``ConfigError`` where Optuna is missing.
+    bounds, with the knobs of Algorithm 1, under each reservation and spread. Raises ``ConfigError`` where Optuna is
+    missing.
     """
     optuna = _optuna()
     before = optuna.logging.get_verbosity()
@@ -49,7 +51,9 @@ def _starts(case: PlanningProblem, space: Space) -> list[dict[str, Any]]:
     best = [*case.bound_paper_choices(names, "largest_remainder"), *case.bound_deployments(names)[:3]]
     usual = {name: values[0] for name, values in list_knobs(space).items()}
     starts = [_start(entry.deployment, len(names)) | usual for entry in best]
-    return [start | {"reservation": each} for each in space.reservations for start in starts]
+    every = product(space.reservations, space.spreads or (None,))
+    each = [{"reservation": kept} | ({"spread": spread} if spread else {}) for kept, spread in every]
+    return [start | knobs for knobs in each for start in starts]
 
 
 def _start(deployment: Deployment, most: int) -> dict[str, Any]:

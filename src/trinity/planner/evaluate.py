@@ -45,7 +45,7 @@ def make_candidate(case: PlanningProblem, found: SearchResult) -> Candidate:
         attainment=case.trials.points(deployment),
         bottleneck=case.bounds.bottleneck(deployment),
         price=case.hardware.price(deployment.devices),
-        settings=dict(deployment.settings),
+        settings=case.hardware.list_settings(deployment),
         screened=found.screened,
         longer_steps=case.longer_steps.get(deployment, ()),
     )

@@ -1,4 +1,4 @@
-"""Knobs of the runtime beside a placement (EPDServe 3.2.3 and appendix D): batch limits, queues, reservation."""
+"""Knobs of the runtime beside a placement (EPDServe 3.2.3 and appendix D): batch limits, queues, encoders."""
 
 from __future__ import annotations
 
@@ -30,6 +30,8 @@ class Space(msgspec.Struct, frozen=True, kw_only=True):
     - ``orders``, ``policies``: of the queues, as in ``BatchRules``.
     - ``routings``: names of routing policies.
     - ``reservations``: of KV blocks, as an instance's.
+    - ``spreads`` (()): encoders of a request, as a pipeline's ``spread``; empty: the planner's own. The cores replay
+      more than 1, which takes long (decision 0092).
     - ``fewest`` (None): instances that are used at least; None: all.
     - ``beta`` (0.0): goodput in requests/s that one instance must be worth; where the planner has prices, one unit of
       price an hour.
@@ -45,6 +47,7 @@ class Space(msgspec.Struct, frozen=True, kw_only=True):
     policies: tuple[str, ...] = ("alg1", "time", "prefill_first")
     routings: tuple[str, ...] = ("round_robin", "least_loaded")
     reservations: tuple[str, ...] = RESERVATIONS
+    spreads: tuple[Whole, ...] = ()
     fewest: Whole | None = None
     beta: Number = 0.0
     trials: Whole = 60
@@ -58,7 +61,8 @@ class Space(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def list_knobs(space: Space) -> dict[str, tuple[str | int, ...]]:
-    """Return each knob's values, by its name."""
+    """Return each knob's values, by its name; a knob of the planner's own value is none."""
+    spread: dict[str, tuple[str | int, ...]] = {"spread": space.spreads} if space.spreads else {}
     return {
         "tokens": space.tokens,
         "mixed_tokens": space.mixed_tokens,
@@ -67,6 +71,7 @@ def list_knobs(space: Space) -> dict[str, tuple[str | int, ...]]:
         "policy": space.policies,
         "routing": space.routings,
         "reservation": space.reservations,
+        **spread,
     }
 
 
@@ -95,4 +100,4 @@ def simulator_options(
         "rules": replace(rules, policy=policy, order=order),  # type: ignore[arg-type]
         "budgets": {roles: budgets(roles) for _, roles, _ in deployment.groups},
     }
-    return chosen | {name: set_to[name] for name in ("routing", "reservation") if name in set_to}
+    return chosen | {name: set_to[name] for name in ("routing", "reservation", "spread") if name in set_to}

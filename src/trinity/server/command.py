@@ -102,7 +102,7 @@ def _make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-body-mb", type=int, default=64, metavar="MB", help="longest body")
     _add_failure_options(parser)
     parser.add_argument("--max-waiting", type=int, default=1024, metavar="N", help="requests that may wait")
-    parser.add_argument("--spread", type=int, default=1, metavar="N", help="encoders for the images of one request")
+    parser.add_argument("--spread", type=int, metavar="N", help="encoders for the images of one request (1)")
     parser.add_argument(
         "--allow-media-host", action="append", default=[], metavar="HOST", help="whose images are fetched; repeatable"
     )
