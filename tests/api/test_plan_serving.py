@@ -131,7 +131,7 @@ def test_every_knob_of_the_search_is_run() -> None:
     [({"spread": 3}, {}, 3), ({"spread": 3}, {"spread": 1}, 1), ({}, {"spread": 2}, 2), ({}, {}, 1)],
 )
 def test_a_plans_spread_is_served_unless_the_user_has_another(
-    settings: dict[str, int], given: dict[str, int], spread: int
+    settings: dict[str, int], given: dict[str, Any], spread: int
 ) -> None:
     pipe = Pipeline(QUICK, planned("2E1PD", settings=settings), **given)
     assert pipe._frontend.core.spread == spread

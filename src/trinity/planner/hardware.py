@@ -168,7 +168,8 @@ class Hardware:
     def list_settings(self, deployment: Deployment) -> dict[str, str | int | float]:
         """List the settings to serve a deployment with: its own and, of the planner's, several encoders a request."""
         spread = int(self.options.get("spread", 1))
-        return ({"spread": spread} if spread > 1 else {}) | dict(deployment.settings)
+        own: dict[str, str | int | float] = {"spread": spread} if spread > 1 else {}
+        return own | dict(deployment.settings)
 
     def search_simulator(self, deployment: Deployment, slo: SLO, **options: Any) -> Simulator:
         """Return the simulator that a search replays on.
