@@ -2,12 +2,206 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
 from msgspec.structs import replace
 
 from core.test_isolation import empty, suspects, tokens, up
-from support.core_tables import work
+from support.core_tables import brief, peer_up, sent, work
 from support.recovering import emit, end_of, recovering, told
-from trinity.core.messages import NOWHERE, Moved, PeerDown, Submit, Tick
+from trinity.core.frontend import Abort, FrontendCore
+from trinity.core.frontend_request import Life
+from trinity.core.messages import NOWHERE, Finished, Gone, Moved, PeerDown, PeerEmpty, PeerReserved, Submit, Tick
+
+
+def at_e0(peers: str = "E0 E1 P0 D0", **policy: Any) -> FrontendCore:
+    """Request r is at E0."""
+    core = recovering(peers, **{"recoveries": 9, **policy})
+    core.handle(Submit(work("r", "cat", 1, max_tokens=20)), 0.0)
+    return core
+
+
+def unread(name: str, attempt: int, source: str) -> Finished:
+    """An end whose target could not read its source."""
+    end = told(name, attempt)
+    assert end.failure is not None
+    return replace(end, failure=replace(end.failure, fields={"cause": "PeerLost", "source": source}))
+
+
+def counted(core: FrontendCore) -> list[str]:
+    return [death.life.name for death in core.entries["r"].deaths]
+
+
+def test_an_instance_that_speaks_late_of_a_former_life_and_dies_may_have_died_of_it() -> None:
+    """Its word came behind the news of another death, which was taken for the end of that life."""
+    core = at_e0()
+    core.handle(Moved("r", 0, "P0", 1), 0.1)
+    core.handle(PeerDown("P0"), 0.2)
+    core.handle(Gone("r", 0, "E0", "P0", 1), 0.3)
+    assert brief(core.handle(Moved("r", 0, "D0", 2, 0, "P0", 0), 0.4)) == ["D0: forget r"]
+    core.handle(PeerDown("D0"), 0.5)
+    assert counted(core) == ["P0", "D0"]
+
+
+@pytest.mark.parametrize("late_s", [4.0, 6.0])
+def test_one_that_dies_much_later_did_not_die_of_it(late_s: float) -> None:
+    core = at_e0()
+    core.handle(Moved("r", 0, "P0", 1), 0.1)
+    core.handle(told("r", 0), 1.0)
+    core.handle(PeerDown("P0"), 1.0 + late_s)
+    assert counted(core) == ["P0"] * (late_s < 5)
+
+
+def test_one_that_has_given_it_back_did_not_die_of_it() -> None:
+    core = at_e0()
+    core.handle(Moved("r", 0, "P0", 1), 0.1)
+    core.handle(told("r", 0, route=("E0", "P0")), 1.0)
+    core.handle(PeerDown("P0"), 1.1)
+    assert counted(core) == []
+    core.handle(PeerDown("E0"), 1.2)
+    assert counted(core) == ["E0"]
+
+
+def test_one_that_is_said_to_have_gone_with_an_instance_that_is_known_to_be_lost() -> None:
+    core = at_e0()
+    core.handle(told("r", 0), 1.0)
+    core.handle(PeerDown("P0"), 1.1)
+    assert counted(core) == []
+    core.handle(Gone("r", 0, "E0", "P0", 1), 1.2)
+    assert counted(core) == ["P0"]
+
+
+def test_a_read_that_failed_for_a_death_counts_when_that_is_heard() -> None:
+    """It was withdrawn, as the instance was up as far as anybody knew."""
+    core = at_e0()
+    core.handle(Moved("r", 0, "P0", 1), 0.1)
+    core.handle(unread("r", 0, "E0"), 0.2)
+    assert counted(core) == ["E0"]
+    core.handle(PeerDown("E1"), 0.3)
+    assert counted(core) == ["E1"], "the read is no proof of a death"
+    core.handle(PeerDown("E0"), 0.4)
+    assert counted(core) == ["E1", "E0"]
+
+
+def test_a_source_that_had_died_before_its_target_counts() -> None:
+    """It may still have been filling what it had offered, and the target died before it could say so."""
+    core = at_e0()
+    core.handle(Moved("r", 0, "P0", 1), 0.1)
+    core.handle(PeerDown("E0"), 0.2)
+    assert counted(core) == []
+    core.handle(PeerDown("P0"), 0.3)
+    assert counted(core) == ["P0", "E0"]
+
+
+def test_it_is_called_back_to_run_alone_where_a_second_death_is_told_late() -> None:
+    core = at_e0()
+    core.handle(PeerDown("E0"), 0.1)
+    up(core, "E0", 1, 0.2)
+    core.handle(Moved("r~1.1", 1, "P0", 1), 0.3)
+    core.handle(told("r~1.1", 1), 0.4)
+    core.handle(Tick(), 1.5)
+    assert core.entries["r"].place is not None
+    core.handle(PeerDown("P0"), 1.6)
+    entry = core.entries["r"]
+    assert (entry.row, entry.waits, core.isolation.ward, entry.recoveries) == (2, True, "", 2)
+    core.handle(Tick(), 1.7)
+    assert core.isolation.ward == "r"
+
+
+def test_it_waits_for_news_where_a_life_of_it_ends_for_no_reason_that_is_known() -> None:
+    """A second instance may have died: sent on at once it met a third one in company."""
+    core = at_e0()
+    core.handle(PeerDown("E0"), 0.1)
+    out = brief(core.handle(told("r~1.1", 1), 0.3))
+    assert not [line for line in out if "submit" in line]
+    up(core, "E0", 1, 0.4)
+    assert core.entries["r"].waits, "whoever comes up meanwhile"
+    assert [line for line in brief(core.handle(Tick(), 1.3)) if "submit" in line]
+
+
+def test_it_does_not_wait_once_it_has_got_through() -> None:
+    core = at_e0()
+    core.handle(PeerDown("E0"), 0.1)
+    core.handle(emit("r~1.1", 1, (0, 7)), 0.2)
+    assert [line for line in brief(core.handle(told("r~1.1", 1), 0.3)) if "submit" in line]
+
+
+def last_alone(core: FrontendCore) -> None:
+    """E0 and E1 die with r; it runs alone at E0's next life, whose end its target tells of as a pull that failed."""
+    core.handle(PeerDown("E0"), 0.1)
+    core.handle(PeerDown("E1"), 0.2)
+    up(core, "E0", 1, 0.3)
+    assert empty(core, "E0", 1, 0.4) == ["E0: submit r~1.2"]
+    core.handle(Moved("r~1.2", 2, "P0", 1), 0.5)
+    core.handle(told("r~1.2", 2), 0.6)
+
+
+def test_a_death_alone_that_is_told_late_refuses_it_while_it_waits() -> None:
+    core = at_e0()
+    last_alone(core)
+    assert end_of(core.handle(PeerDown("E0"), 0.7)).failure is not None
+    assert not core.entries
+    assert core.isolation.places == {}
+
+
+def test_a_death_alone_that_is_told_late_refuses_it_while_it_runs_again() -> None:
+    core = at_e0(peers="E0 E1 E2 P0 D0")
+    core.handle(PeerDown("E0"), 0.1)
+    place = core.entries["r"].place
+    assert place is not None
+    core.handle(PeerDown(place.name), 0.2)
+    (rest,) = {"E1", "E2"} - {place.name}
+    assert empty(core, rest, 0, 0.4) == [f"{rest}: submit r~1.2"]
+    core.handle(told("r~1.2", 2), 0.6)
+    core.handle(Tick(), 1.7)
+    empty(core, rest, 0, 1.8)
+    assert not core.entries["r"].waits
+    core.entries["r"].hops.clear()
+    core.entries["r"].hops[0] = Life("E9", 0)
+    out = core.handle(PeerDown(rest), 2.0)
+    end = end_of(out)
+    assert end.failure is not None
+    assert end.failure.error == "PoisonRequest"
+    assert "E9: forget r~1.3" in brief(out)
+
+
+def test_deaths_that_have_no_stage_in_common_are_not_the_doing_of_one_request() -> None:
+    """What kills does so in the step of one stage. It runs alone again until that stage is known."""
+    core = at_e0(peers="E0 PD0 D0")
+    core.handle(PeerDown("E0"), 0.1)
+    up(core, "E0", 1, 0.2)
+    core.handle(Moved("r~1.1", 1, "PD0", 1), 0.3)
+    core.handle(PeerDown("PD0"), 0.4)
+    core.handle(Gone("r~1.1", 1, "E0", "PD0", 1), 0.4)
+    up(core, "PD0", 1, 0.5)
+    for name, epoch in (("E0", 1), ("PD0", 1), ("D0", 0)):
+        core.isolation.note_empty(PeerEmpty(name, epoch, core.isolation._numbers.get(name, 0)))
+    core.handle(Tick(), 0.6)
+    assert core.entries["r"].alone_at >= {Life("E0", 1)}
+    core.handle(PeerDown("E0"), 0.7)
+    assert (core.entries["r"].row, counted(core)) == (3, ["E0", "PD0", "E0"])
+    assert core.isolation.ward == "r", "it is still suspected"
+
+
+def test_who_comes_up_hears_also_what_is_reserved_no_longer() -> None:
+    """It may have heard of the reservation, which was meant for its former life, and nobody would have lifted it."""
+    core = suspects()
+    up(core, "PD0", 2, 4.0)
+    core.handle(PeerDown("PD0"), 4.1)
+    for name in "rs":
+        core.handle(Abort(name, "cancelled"), 4.2)
+    out = core.handle(replace(peer_up("PD0"), epoch=3), 5.0)
+    assert sent(out, PeerReserved) == [PeerReserved("PD0", 0, False)]
+
+
+def test_who_is_suspected_has_no_helpers() -> None:
+    """Each of them may die of an item, and none of these deaths would be known for its own."""
+    core = recovering("E0 E1 E2 P0 D0")
+    core.spread, core.router.counts = 3, True
+    assert len(brief(core.handle(Submit(work("r", "cat", "dog", "cow", 1, max_tokens=20)), 0.0))) > 1
+    out = core.handle(PeerDown(core.entries["r"].first), 0.1)
+    assert [each.work.request for each in sent(out, Submit)] == ["r~1.1"]
 
 
 def test_one_that_has_had_its_recoveries_and_is_given_back_stays_alone() -> None:

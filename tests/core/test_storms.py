@@ -14,7 +14,7 @@ from support.deadly import deadly_cluster
 from support.reader_checks import check_readers
 from support.recovering import emit, end_of, quiet, recovering, told
 from support.storms import watch_storms
-from trinity.core import frontend_starts
+from trinity.core import frontend, frontend_starts
 from trinity.core.failure_policy import FailurePolicy
 from trinity.core.frontend import Abort, FrontendCore
 from trinity.core.frontend_events import Prepare, Prepared
@@ -63,7 +63,8 @@ def test_one_that_its_reader_leaves_keeps_nobody_waiting(how: str) -> None:
     assert brief(core.handle(told("a~1.1", 1, "RequestError"), 3.5))[-1] == "P0: submit d~4.1"
 
 
-def test_one_that_is_lost_again_goes_behind_older_ones_and_ahead_of_younger() -> None:
+def test_one_that_is_lost_again_goes_behind_older_ones_and_ahead_of_younger(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(frontend, "NEWS_S", 0.0)
     core = with_four(recoveries=9)
     back(core)
     out = brief(core.handle(told("b~2.1", 1), 3.0))

@@ -26,7 +26,8 @@ class Poison:
     """Makes an instance die in each step that has a row of a poison request at its stage; it is back ``back_s`` later.
 
     - ``stages``: the stage at which each of them kills, by its reader's id.
-    - ``deaths``: that each has caused: the instance, and how many others were there.
+    - ``deaths``: that each has caused until its end: the instance, and how many others were there. ``later``: count
+      of those behind its end, of what was left of it somewhere.
     - ``heard``: what an instance said before its death arrives; else its channels are cut at places of their own.
     """
 
@@ -36,6 +37,7 @@ class Poison:
         self.cluster, self.stages, self.back_s = cluster, stages, back_s
         self.deaths: dict[str, list[tuple[str, int]]] = {name: [] for name in stages}
         found: Any = cluster
+        self.later = 0
         self._begin, found._begin = found._begin, self._poisoned
 
     def _poisoned(self, name: str, step: Step) -> None:
@@ -45,7 +47,10 @@ class Poison:
         if killing and name not in self.cluster.lives.dead:
             for life in killing:
                 others = [each for each in self.cluster.cores[name].state.requests if each != life]
-                self.deaths[readers[life]].append((name, len(others)))
+                if self.cluster.outcomes[readers[life]].end is None:
+                    self.deaths[readers[life]].append((name, len(others)))
+                else:
+                    self.later += 1
             self.cluster.kill(name, self.cluster.now, self.back_s)
             if self.heard:
                 self.cluster.lives.hear_all(name, self.cluster.now)

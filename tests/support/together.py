@@ -207,7 +207,9 @@ def play(run: Together, limit: int = 300_000) -> Counter[str]:
     outcomes = run.cluster.outcomes.values()
     seen["survived"] += sum(bool(each.end and each.end.former and each.end.failure is None) for each in outcomes)
     seen["deaths"] += run.cluster.lives.kills
-    seen["late"] += sum(len(deaths) > 3 for deaths in run.poison.deaths.values())
+    if run.policy.wait_s != 0:  # else nothing runs alone
+        seen["poison that killed a fourth"] += sum(len(deaths) > 3 for deaths in run.poison.deaths.values())
+    seen["deaths behind the end"] += run.poison.later
     seen["requests"] += len(run.cluster.outcomes)
     seen["tokens"] += sum(len(each.tokens) for each in outcomes)
     return seen

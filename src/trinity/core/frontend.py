@@ -11,7 +11,6 @@ that is answered with Forget.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from math import inf
 from typing import Any
 
@@ -19,26 +18,22 @@ from msgspec.structs import replace
 
 from trinity.core.failure_policy import NO_RECOVERY, FailurePolicy
 from trinity.core.front_door import find_malformed, find_overload
-from trinity.core.frontend_adoption import FrontendAdoption
+from trinity.core.frontend_deaths import FrontendDeaths
 from trinity.core.frontend_events import Abort as Abort
 from trinity.core.frontend_events import Adopt, MoveRequest, Prepared
 from trinity.core.frontend_events import Deliver as Deliver
 from trinity.core.frontend_events import End as End
 from trinity.core.frontend_losses import (
     end_of_loss,
-    find_death,
     find_loss,
     is_passed_by,
     is_planned,
-    lives_on,
     may_be_prefilled,
-    refuse_poison,
-    was_given_back,
     whom_to_cancel,
 )
 from trinity.core.frontend_moves import begin_move, drop_move, note_moved, refuse_move
 from trinity.core.frontend_request import (
-    Death,
+    NEWS_S,
     FrontendRequest,
     Life,
     after_losses,
@@ -77,7 +72,7 @@ from trinity.core.routing import RoutingPolicy
 MAX_WAITING_BYTES = 4 << 30
 
 
-class FrontendCore(FrontendAdoption):
+class FrontendCore(FrontendDeaths):
     """``handle(event, now) -> [command]``: Send to instances, Deliver and End to readers.
 
     ``max_waiting`` bounds the requests that have no token yet, ``max_waiting_bytes`` the bytes of their inputs;
@@ -201,6 +196,8 @@ class FrontendCore(FrontendAdoption):
 
     def _moved(self, event: Moved, now: float) -> None:
         entry = self._current(event.request, event.attempt, event.to)
+        if entry is None:
+            self._trace(event.request, Life(event.to, event.epoch), now)
         if entry is not None and not is_passed_by(entry, event, self.router):
             self._out += note_moved(entry, event)
             self._check_lives(entry, now)
@@ -209,6 +206,7 @@ class FrontendCore(FrontendAdoption):
         """Fail a request that was handed to a lost instance, unless that one or a later one has spoken of it."""
         entry = self._current(event.request, event.attempt, event.source)
         if entry is None:
+            self._trace(event.request, Life(event.to, event.epoch), now)
             return
         last, to = max(entry.hops), Life(event.to, event.epoch)
         if event.hop > last or (event.hop == last and entry.hops[last] != to):
@@ -246,10 +244,9 @@ class FrontendCore(FrontendAdoption):
         lost = self.router.drop(event.name, event.planned)
         for request, entry in list(self.entries.items()):
             if lost is not None and not event.planned:
-                life = Life(lost.name, lost.epoch)
-                entry.note_late_death(life, lost.roles, now)
-                if was_given_back(entry, life, self.router):
-                    entry.note_death(Death(life, lost.roles, entry.delivered, False), now)
+                self._count_lost(entry, lost, now)
+            if request not in self.entries:
+                continue
             self._check_lives(entry, now)
             if request in self.entries and entry.aborted and event.name in entry.route:
                 self._cancel(entry)  # the first one may have ended there
@@ -326,7 +323,8 @@ class FrontendCore(FrontendAdoption):
         elif entry.said:
             return replace(finished, reason=entry.said, failure=None, count=entry.delivered)
         else:
-            pause_s = entry.count_loss(finished, self.failures.wait_s != 0, is_planned(entry.lost, self.router))
+            waits, planned = self.failures.wait_s != 0, is_planned(entry.lost, self.router)
+            pause_s = entry.count_loss(finished, waits, planned)
             verdict = self._count_death(entry, finished, now)
             if verdict is not None:
                 return replace(finished, failure=verdict)
@@ -335,6 +333,8 @@ class FrontendCore(FrontendAdoption):
             if entry.may_not_go_on(self.failures, lost=pause_s is None):
                 return after_losses(finished, len(entry.former))
             self._leave(entry, finished, now)
+            if pause_s is None and waits and not planned and entry.awaits_news(now):
+                entry.not_before = now + NEWS_S
         problem = None
         if pause_s is None:
             problem = self._start(entry, now)
@@ -344,20 +344,6 @@ class FrontendCore(FrontendAdoption):
             return replace(finished, reason="error", failure=problem)
         entry.past = join_attempts(entry.past, finished)
         return None
-
-    def _count_death(self, entry: FrontendRequest, finished: Finished, now: float) -> Failure | None:
-        """Count the death of an instance that had a request. Returns a refusal once it was its own doing."""
-        death = find_death(entry, finished, self.router)
-        if death is None or not self.failures.recoveries or entry.clears(death, partial(lives_on, self.router)):
-            return None
-        death = death._replace(alone=death.life in entry.alone_at)
-        entry.note_death(death, now)
-        if entry.row < self.failures.deaths or entry.deaths[-1] != death or not death.alone:
-            return None
-        for other in self.entries.values():
-            if other is not entry:
-                other.pardon({each.life for each in entry.deaths})
-        return refuse_poison(entry)
 
     def _leave(self, entry: FrontendRequest, finished: Finished, now: float) -> None:
         """Leave this life of a request, which no instance is to go on with, for the next one, under another name."""

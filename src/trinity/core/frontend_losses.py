@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from trinity.core.frontend_request import Death, FrontendRequest, Life
 from trinity.core.messages import KV, Failure, Finished, Moved
 from trinity.core.routing import Router
@@ -106,10 +108,10 @@ def may_be_prefilled(entry: FrontendRequest, finished: Finished, router: Router)
     return entry.lost is not None and any("P" in peer.roles for peer in known if peer is not None)
 
 
-def refuse_poison(entry: FrontendRequest) -> Failure:
-    """Refusal of a request of which instances died."""
-    names = ", ".join(death.life.name for death in entry.deaths[len(entry.deaths) - entry.row :])
-    text = f"{entry.row} instances died while they had this request ({names}), the last with nothing beside it"
+def refuse_poison(deaths: Sequence[Death]) -> Failure:
+    """Refusal of a request of which these instances died."""
+    names = ", ".join(death.life.name for death in deaths)
+    text = f"{len(deaths)} instances died while they had this request ({names}), the last with nothing beside it"
     return Failure("PoisonRequest", f"{text}; do not send it again unchanged", {"instances": names})
 
 

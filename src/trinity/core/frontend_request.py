@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any, NamedTuple
@@ -15,6 +15,8 @@ from trinity.core.messages import FRONTEND, NOWHERE, PREEMPTED, Failure, Finishe
 from trinity.core.resumption import Prefilled
 
 PASSED_TOKENS = 8  # more than its reader had: past what the lost instance was at, which may have been ahead of that
+NEWS_S = 1.0  # in which the end of an instance is heard, unless that is frozen: its channel ends
+NEWS_KEPT_S = 5.0  # in which a death may be told late: what comes later was no death in its step
 ROUNDING_S = 1e-3  # of sums of pauses: one that is short of its wait by less has waited
 PAUSE_S, MOST_PAUSE_S = 0.05, 1.0  # before a request goes back to one that has not heard yet who is up
 
@@ -56,7 +58,9 @@ class FrontendRequest:
     - ``dropped``: its inputs are not kept, so that they must be prepared again before it can be sent again;
       ``preparing``: they are just now.
     - ``watched``: it goes on after a loss, and has no new token yet, or has not got through its stage alone.
-    - ``left``: lives of instances that it was at last in the life before, where no death explained the end of that.
+    - ``names``: of its former lives. ``left``: lives of instances where these may still be, and have not been counted
+      as dead, with True where nothing else was there; one that dies within ``NEWS_KEPT_S`` of ``left_at`` may have died
+      of it. ``not_before``: it waits until then, for news of such a death.
     - ``deaths``: of instances that had it; the last ``row`` of them without its getting through between. ``died_at``:
       clock time of the last one.
     - ``cleared``: lives of instances whose deaths were withdrawn: reads from them had failed, and they were up.
@@ -64,7 +68,8 @@ class FrontendRequest:
       instance gave back, as the next stage was not up, was none: it may not have come to the stage in question.
     - ``ended_by``: lost lives of instances that ended lives of it.
     - ``alone_at``: lives of instances that were empty and reserved for it as this life of it was sent, until it has
-      got through. What becomes of them meanwhile does not change that it was alone there.
+      got through. What becomes of them meanwhile does not change that it was alone there. ``alone_before``: those of
+      former lives.
     - ``prefilled``: where its text was prefilled last, for an instance with D: it may still be cached there.
       ``blamed``: the instance of which another said, as it ended the life before, that it is lost; "" for none.
     - ``was_prefilled``: in a life that was lost, as far as is known.
@@ -108,13 +113,17 @@ class FrontendRequest:
     waits_since: float = 0.0
     pauses: int = 0
     watched: bool = False
-    left: frozenset[Life] = frozenset()
+    names: frozenset[str] = frozenset()
+    left: dict[Life, bool] = field(default_factory=dict)
+    left_at: float = -inf
+    not_before: float = -inf
     deaths: tuple[Death, ...] = ()
     row: int = 0
     died_at: float = 0.0
     tried_alone: bool = False
     cleared: frozenset[Life] = frozenset()
     ended_by: frozenset[Life] = frozenset()
+    alone_before: frozenset[Life] = frozenset()
     alone_at: frozenset[Life] = frozenset()
 
     @property
@@ -152,18 +161,54 @@ class FrontendRequest:
         self.deaths += (death,)
         self.died_at, self.tried_alone = now, False
 
-    def clears(self, death: Death, up: Callable[[Life], bool]) -> bool:
-        """Withdraw deaths of lives that are up, of which only a failed read spoke. True of one of a life cleared so."""
+    def clears(self, death: Death, up: Callable[[Life], bool], now: float) -> bool:
+        """Withdraw deaths of lives that are up, of which only a failed read spoke. True of one of a life cleared so.
+
+        The news of that death may be on its way: it counts late then.
+        """
         false = {each for each in self.deaths if each.read and up(each.life)}
         self.row -= len(false.intersection(self.deaths[len(self.deaths) - self.row :]))
         self.cleared |= {each.life for each in false}
         self.deaths = tuple(each for each in self.deaths if each not in false)
+        self.leave_behind({each.life: each.alone for each in false}, now)
         return death.read and death.life in self.cleared and up(death.life)
 
+    def leave_behind(self, lives: Mapping[Life, bool], now: float) -> None:
+        """Note lives of instances where a former life of it may still be, and which of them had nothing else."""
+        kept = self.left if now <= self.left_at + NEWS_KEPT_S else {}
+        self.left, self.left_at = {**kept, **lives}, now if lives else self.left_at
+
+    def awaits_news(self, now: float) -> bool:
+        """True where an instance died with it and now a life ended for another reason: a second one may have died."""
+        return bool(self.row) and not self.has_passed and self.died_at != now
+
     def note_late_death(self, life: Life, roles: str, now: float) -> None:
-        """Count a death that explains why the life before ended: nobody knew of it then."""
-        if life in self.left and life not in self.hops.values():
-            self.note_death(Death(life, roles, self.delivered, False), now)
+        """Count a death of which a former life of it may have been the cause: nobody knew of it then.
+
+        It was before what happened to the present life: a death alone stays the last one.
+        """
+        alone = self.left.pop(life, None)
+        if alone is None or now > self.left_at + NEWS_KEPT_S:
+            return
+        last = self.deaths[-1:] if self.row and self.deaths[-1].alone else ()
+        self.deaths = self.deaths[: len(self.deaths) - len(last)]
+        self.row -= len(last)
+        self.note_death(Death(life, roles, self.delivered, alone), now)
+        self.deaths, self.row = self.deaths + last, self.row + len(last)
+
+    def poison_deaths(self, policy: FailurePolicy) -> tuple[Death, ...]:
+        """List the deaths for which it is refused: so many of the row at one stage, the last of them alone."""
+        deaths = self._deaths_at_one_stage()
+        return deaths if self.row and self.deaths[-1].alone and len(deaths) >= policy.deaths else ()
+
+    def _deaths_at_one_stage(self) -> tuple[Death, ...]:
+        """List the most deaths of the row that have a stage of the last one in common.
+
+        What kills does so in the step of one stage: deaths that have none in common had different causes.
+        """
+        row = self.deaths[len(self.deaths) - self.row :]
+        common = [tuple(each for each in row if letter in each.roles) for letter in (row[-1].roles if row else "")]
+        return max(common, key=len, default=())
 
     def pardon(self, lives: Collection[Life]) -> None:
         """Give it the recoveries back that deaths of these lives of instances cost it: another request did that.
@@ -210,8 +255,9 @@ class FrontendRequest:
         return bool(self.work.owner == FRONTEND and policy.recoveries and policy.wait_s != 0 and self.row)
 
     def _has_a_chance_alone(self, policy: FailurePolicy) -> bool:
-        """True where no life of it was alone since the last death, nor in that."""
-        return self._may_be_alone(policy) and not (self.deaths[-1].alone or self.tried_alone)
+        """True where no life of it was alone since the last death, nor in that; or the row is not of one stage."""
+        alone = bool(self.deaths) and self.deaths[-1].alone and len(self._deaths_at_one_stage()) == self.row
+        return self._may_be_alone(policy) and not (alone or self.tried_alone)
 
     def is_due(self, alarm: float) -> bool:
         """True where this clock time still means something to it."""
@@ -240,7 +286,7 @@ class FrontendRequest:
         if waits and (nowhere or self.lost in self.ended_by):
             self.pauses += 1
             return min(MOST_PAUSE_S, PAUSE_S * 2.0 ** min(self.pauses - 1, 10))
-        self.recoveries, self.pauses, self.waited_s = self.recoveries + (not planned), 0, 0.0
+        self.recoveries, self.pauses, self.waited_s = (self.recoveries + (not planned), 0, 0.0)
         return None
 
     def next_attempt(self, now: float, name: str) -> None:
@@ -251,12 +297,12 @@ class FrontendRequest:
 
     def enter(self, first: Life, now: float, alone_at: frozenset[Life] = frozenset()) -> None:
         """Note that this life of it is sent to its first instance, and which were empty for it then."""
-        self.alone_at = alone_at
+        self.alone_before, self.alone_at = self.alone_before | self.alone_at, alone_at
         self.waited_s += now - self.waits_since if self.waits else 0.0
         self.first, self.hops, self.began = first.name, {0: first}, now
         self.finished = self.lost = self.let_go = None
         self.senders.clear()
-        self.base, self.waits, self.retry_at, self.gives_up_at = self.delivered, False, inf, inf
+        self.base, self.waits, self.retry_at, self.gives_up_at = (self.delivered, False, inf, inf)
         self.recomputing = len(self.work.prompt) + self.delivered if self.was_prefilled else 0
 
     def wait(self, now: float, retry_at: float, wait_s: float | None) -> None:
@@ -290,7 +336,10 @@ class FrontendRequest:
         unexplained = not self.deaths or self.died_at != now
         tried = bool(self.work.alone) and unexplained and fields.get("cause") != NOWHERE
         self.tried_alone = self.tried_alone or tried
-        self.left = frozenset(self.hops[hop] for hop in sorted(self.hops)[-2:]) if unexplained else frozenset()
+        speaker = finished.route[-1] if finished.route and self.lost is None else ""  # it has done with it
+        last = [self.hops[hop] for hop in sorted(self.hops)[-2:] if self.hops[hop].name != speaker]
+        self.leave_behind({life: life in self.alone_at for life in last if unexplained}, now)
+        self.names |= {self.work.request}
         self.first = ""
 
     def count_recomputed(self, finished: Finished) -> None:

@@ -68,6 +68,8 @@ class FrontendStarts(ABC):
 
     def _start(self, entry: FrontendRequest, now: float) -> Failure | None:
         """Send a request to its first stage, or have it wait while it cannot be. Returns why neither."""
+        if now < entry.not_before:
+            return self._wait_or_give_up(entry, now, Failure("Overloaded", ALONE_TEXT), entry.not_before - now)
         if not self._is_apart(entry, now):
             pause_s = EMPTY_POLL_S if self.isolation.ward == entry.id else inf
             return self._wait_or_give_up(entry, now, Failure("Overloaded", ALONE_TEXT), pause_s)
@@ -139,7 +141,7 @@ class FrontendStarts(ABC):
         assert first is not None
         life = Life(first, self.router.peers[first].epoch)
         sent = Submit(entry.work, entry.inputs, tokens=tuple(entry.tokens), target_epoch=life.epoch)
-        self._out += send_spread(self.router, first, sent, 1 if entry.work.alone else self.spread)
+        self._out += send_spread(self.router, first, sent, 1 if entry.row else self.spread)
         entry.enter(life, now, self.isolation.empty_places(entry))
         entry.inputs = () if entry.dropped else entry.inputs
         return None

@@ -109,8 +109,9 @@ class Isolation:
         self.places = wanted
 
     def reservations(self) -> list[PeerReserved]:
-        """List what an instance that has come up has to hear."""
-        return [PeerReserved(name, at, True, self._numbers[name]) for name, at in self.places.items()]
+        """List what an instance that has come up has to hear: it may have heard what was meant for its former life."""
+        over = [PeerReserved(name, 0, False) for name in self._numbers if name not in self.places]
+        return over + [PeerReserved(name, at, True, self._numbers[name]) for name, at in self.places.items()]
 
     def note_empty(self, event: PeerEmpty) -> None:
         """Take an instance's word that nothing but what runs alone is or will be there."""

@@ -17,6 +17,11 @@ def name_life(request: str, number: int, attempt: int, owner: str = FRONTEND) ->
     return f"{request}{MARK}{whose}{number}.{attempt}"
 
 
+def id_of(name: str) -> str:
+    """Read the reader's id from the name of a life. The name of a first life may be the id itself."""
+    return name.rpartition(MARK)[0] or name
+
+
 def check_owner(name: str) -> str:
     """Return a front end's name. Raises ``ValueError`` for one that could make the names of two lives equal."""
     if not is_frontend(name) or MARK in name:
