@@ -42,7 +42,7 @@ from trinity.remote.buddy import Buddy
 from trinity.request import Output, Request, Sampling
 from trinity.testing.oracle import Oracle
 
-ROLES, OWN_READERS, AT_ONCE = ("EP", "D"), 1, 6
+ROLES, OWN_READERS, AT_ONCE, PAUSE_S = ("EP", "D"), 1, 4, 0.3
 PHOTOS = sorted(paths.PHOTOS.glob("*.jpg"))
 POOLS = CacheConfig(pools={"image": 64, "kv": 2000})
 PRELOADED = ["torch", "transformers", "trinity.pipeline", "trinity.preprocess.loader", "sweeps.buddy_kills"]
@@ -197,6 +197,7 @@ class OwnReaders:
             tally.own += 1
             if (output.token_ids, output.lives) != (alone[number].token_ids, 1):
                 tally.wrong.append(f"a reader of the buddy: {output.lives} lives, {output.token_ids}")
+            await asyncio.sleep(PAUSE_S)  # the programs need the processor, too
 
     async def end(self) -> None:
         self.ending = True
