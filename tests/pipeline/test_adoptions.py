@@ -5,17 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
 
 import msgspec
 import pytest
 from msgspec.structs import replace
 
 from support.emulated_pipelines import LIVENESS_S, MODEL, POOLS, right
-from trinity.core.journal import MOST_ADOPTIONS, Closing, Journal, JournalKeeper, JournalPages, JournalStart, Opening
+from support.journals import ASKED, opening, told
+from trinity.core.journal import MOST_ADOPTIONS, Closing, Journal, JournalKeeper, JournalStart
 from trinity.core.messages import Failure
-from trinity.emulation.model import EmulatedRequest
-from trinity.emulation.processor import EmulatedProcessor
 from trinity.errors import BadMedia, ClosedError, DeadlineExceeded, PoisonRequest, ResumeError
 from trinity.memory.cache_config import CacheConfig
 from trinity.pipeline import Pipeline
@@ -25,23 +23,7 @@ from trinity.pipeline.stream import Stream
 from trinity.pipeline.sync_pipeline import SyncPipeline
 from trinity.request import Media, Request, Sampling, check_request
 
-ASKED = EmulatedRequest(text_tokens=21, image_tokens=(576,), contents=("cat",), max_tokens=40, request_id="r")
 START = JournalStart("life", "a model", ("D0", "EP0"))
-
-
-def opening(request: EmulatedRequest = ASKED, **fields: Any) -> Opening:
-    """What a front end tells of a request."""
-    processed = EmulatedProcessor(MODEL).process(request)
-    given = encode_request(request)
-    note = RequestNote(request=given, session="s", clipped=False, emulated=True, stop=processed.stop)
-    fields = {"key": request.request_id, "reader": request.request_id, **fields}
-    return Opening(work=processed.work, note=msgspec.msgpack.encode(note), **fields)
-
-
-def told(*openings: Opening, known: int = 10, **fields: Any) -> Journal:
-    """A journal of these requests, of which so many tokens are out."""
-    pages = tuple(JournalPages(each.key, 0, tuple(right(ASKED)[:known])) for each in openings)
-    return Journal(number=1, openings=openings, pages=pages, **fields)
 
 
 @asynccontextmanager

@@ -54,6 +54,23 @@ async def test_streamed_answers_are_the_same(expected: tuple[tuple[int, ...], st
     assert len({chunk.id for chunk in chunks}) == 1
 
 
+async def test_events_are_numbered_by_their_tokens_where_there_is_a_buddy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trinity.Pipeline, "has_buddy", True)
+    async with serve_model() as served:
+        own = await served.pipe.complete(
+            trinity.Request(messages=MESSAGES, max_tokens=TOKENS, sampling=trinity.Sampling.greedy())
+        )
+        answer = await served.http.post("/v1/chat/completions", json=chat_body(**GREEDY, stream=True))
+        asked = served.client.chat.completions.create(model="llama", messages=MESSAGES, **GREEDY, stream=True)
+        texts = [chunk.choices[0].delta.content or "" async for chunk in await asked]
+    events = [event.split("\n") for event in answer.text.split("\n\n")]
+    numbers = [int(lines[0].removeprefix("id: ")) for lines in events if lines[0].startswith("id: ")]
+    assert numbers == sorted(set(numbers))
+    assert 0 < len(numbers) <= TOKENS
+    assert numbers[-1] < TOKENS
+    assert "".join(texts) == own.text, "OpenAI's client reads them as ever"
+
+
 async def test_usage_in_each_chunk() -> None:
     async with serve_model() as served:
         options: Any = {"include_usage": True, "continuous_usage_stats": True}

@@ -185,6 +185,8 @@ def test_the_table_of_errors() -> None:
         (errors.ClosedError("x"), 503),
         (errors.DeadlineExceeded("x"), 504),
         (errors.PoisonRequest("it dies"), 422),
+        (errors.ResumeError("x", "r", "unknown"), 404),
+        (errors.ResumeError("x", "r", "alive"), 409),
         (errors.StageError("secret"), 500),
         (errors.MigrationError("secret"), 500),
         (errors.PeerLost("secret"), 500),
@@ -204,4 +206,4 @@ def test_the_table_of_errors() -> None:
 def test_every_error_of_the_library_has_a_row(kind: type) -> None:
     if issubclass(kind, errors.TrinityError) and kind is not errors.UnknownName:
         arguments = ("x", 1.0) if kind is errors.TraceTooShort else ("x",)
-        assert describe_failure(kind(*arguments)).status in (400, 413, 422, 429, 500, 503, 504)
+        assert describe_failure(kind(*arguments)).status in (400, 409, 413, 422, 429, 500, 503, 504)

@@ -35,7 +35,8 @@ POISON = "two programs died that had this request; do not send it again unchange
 class AdoptedStream(Stream):
     """A request of a front end that was lost, which its reader may take up behind the last token that it has.
 
-    ``reader``: the id that its reader knows. ``adopted_at``: clock time. ``taken``: its reader has come.
+    ``reader``: the id that its reader knows. ``adopted_at``: clock time. ``taken``: its reader has come. ``left_out``:
+    characters of the tokens that are not given, as the reader has them.
     """
 
     def __init__(self, host: Adoptions, key: str, kept: Kept, note: RequestNote) -> None:
@@ -43,6 +44,7 @@ class AdoptedStream(Stream):
         self.reader, self.adopted_at = kept.opening.reader, self.arrived
         self.taken = self.over = False
         self._entered, self._behind = True, -1
+        self.left_out = 0
 
     def go_behind(self, after: int) -> None:
         """Leave out the tokens that the reader has, up to this index. Raises ``ResumeError`` for one that never was."""
@@ -52,11 +54,13 @@ class AdoptedStream(Stream):
             raise ResumeError(f"it ended with {self.token_count} tokens, before index {after}", self.reader, "beyond")
         self.taken, self._behind = True, after
         while self._tokens and self._tokens[0].index <= after:
-            self._tokens.popleft()
+            self.left_out += len(self._tokens.popleft().text)
 
     def _put(self, token: Token) -> None:
         if token.index > self._behind:
             super()._put(token)
+        else:
+            self.left_out += len(token.text)
 
     @property
     def stopped(self) -> bool:
@@ -86,7 +90,7 @@ class Resumption:
         self._adoptions, self._asked = adoptions, (request_id, after, within_s)
         self._stream: AdoptedStream | None = None
 
-    async def __aenter__(self) -> Stream:
+    async def __aenter__(self) -> AdoptedStream:
         self._stream = await self._adoptions.find(*self._asked)
         return self._stream
 

@@ -40,6 +40,7 @@ from trinity.server.reply_loop import answer_call
 from trinity.server.request_traces import RequestTracer
 from trinity.server.responses_fields import read_response_call
 from trinity.server.responses_reply import ResponsesReply
+from trinity.server.resumed_streams import resume_stream
 from trinity.server.settings import ServerConfig
 from trinity.server.token_texts import TokenTexts
 from trinity.server.tool_calls import choose_format, template_of
@@ -89,6 +90,13 @@ class ModelServer:
         routes += [
             Route(path, Endpoint(self, path, handle, keyless=True), methods=["GET"])
             for path, handle in open_to_all.items()
+        ]
+        routes += [
+            Route(f"{path}/{{name}}", Endpoint(self, f"{path}/", handle), methods=["GET"])
+            for path, handle in (
+                ("/v1/chat/completions", self.resume_chat),
+                ("/v1/completions", self.resume_completion),
+            )
         ]
         routes.append(Route("/v1/models/{name:path}", Endpoint(self, "/v1/models/", self.show_model), methods=["GET"]))
         routes += [
@@ -160,6 +168,18 @@ class ModelServer:
     async def serve_completion(self, exchange: Exchange) -> None:
         call, name = self._prepare(read_completion_call(await exchange.read_json(), self.config.max_choices))
         await answer_call(self.pipe, exchange, call, CompletionReply(call, name, self._token_texts()))
+
+    async def resume_chat(self, exchange: Exchange) -> None:
+        """Send the rest of a chat's stream whose server died."""
+        self.enter(exchange)
+        name = self._check_served(None)
+        await resume_stream(self.pipe, exchange, lambda call: ChatReply(call, name, self._token_texts(), ""))
+
+    async def resume_completion(self, exchange: Exchange) -> None:
+        """Send the rest of a completion's stream whose server died."""
+        self.enter(exchange)
+        name = self._check_served(None)
+        await resume_stream(self.pipe, exchange, lambda call: CompletionReply(call, name, self._token_texts()))
 
     async def serve_response(self, exchange: Exchange) -> None:
         read, asked = read_response_call(await exchange.read_json())

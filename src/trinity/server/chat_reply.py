@@ -80,6 +80,10 @@ class ChatReply:
         reason = "tool_calls" if finder is not None and finder.found else output.finish_reason
         return self._chunk(index, ChatDelta(None, text or None, calls or None), reason)
 
+    def skip(self, index: int, characters: int) -> None:
+        """Note that the client of a choice has had so many characters of it from another server."""
+        self._sent[index] += characters
+
     def close(self, outputs: Sequence[Output]) -> bytes:
         """Encode the end of the stream, behind the usage if that was asked for."""
         if not self._call.include_usage:

@@ -22,7 +22,7 @@ import uvicorn
 
 from trinity.errors import ConfigError
 from trinity.pipeline import FailurePolicy, Pipeline
-from trinity.pipeline.host_options import TLS_FILES, read_hosted_options
+from trinity.pipeline.host_options import TLS_FILES, Buddy, read_hosted_options
 from trinity.preprocess.media_limits import MediaLimits
 from trinity.server.application import ModelServer
 from trinity.server.http_protocol import BoundedProtocol
@@ -87,6 +87,9 @@ def _make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--trusted-network", action="store_true", help="only hosts you trust are on the network of --hosts"
     )
+    parser.add_argument("--attach", action="store_true", help="serve beside the server that has set up --hosts")
+    parser.add_argument("--buddy", metavar="ADDRESS", help="where another server of --hosts has its --journal")
+    parser.add_argument("--journal", metavar="ADDRESS", help="where others whose buddy this is bring their requests")
     for name in TLS_FILES:
         parser.add_argument(f"--hosts-tls-{name}", metavar="FILE", help="in PEM: TLS for control channels of --hosts")
     parser.add_argument("--hosting", choices=("thread", "process"), default="thread", help="of instances")
@@ -150,11 +153,16 @@ def name_served(model: str) -> str:
 def make_served_pipeline(arguments: argparse.Namespace) -> Pipeline:
     """Make the pipeline that the arguments name."""
     tls = [getattr(arguments, f"hosts_tls_{name}") for name in TLS_FILES]
+    peers = (arguments.attach, arguments.buddy, arguments.journal)
     if not arguments.hosts and (arguments.trusted_network or any(tls)):
         raise ConfigError("--trusted-network and --hosts-tls-... are of the network of --hosts FILE")
+    if not arguments.hosts and any(peers):
+        raise ConfigError("--attach, --buddy and --journal are of servers that share the instances of --hosts FILE")
     placed: dict[str, Any] = {"placement": arguments.placement, "hosting": arguments.hosting}
     if arguments.hosts:
-        placed = read_hosted_options(arguments.hosts, tls, trusted_network=arguments.trusted_network)
+        buddy = Buddy(arguments.buddy, arguments.journal) if arguments.buddy or arguments.journal else None
+        shared = {"trusted_network": arguments.trusted_network, "attach": arguments.attach, "buddy": buddy}
+        placed = read_hosted_options(arguments.hosts, tls, **shared)
     return Pipeline(
         arguments.model,
         **placed,

@@ -45,6 +45,10 @@ class CompletionReply:
         """Encode the end of a choice, with the text that no token could bring."""
         return self._chunk(TextChoice(index, output.text[self._sent[index] :], None, output.finish_reason))
 
+    def skip(self, index: int, characters: int) -> None:
+        """Note that the client of a choice has had so many characters of it from another server."""
+        self._sent[index] += characters
+
     def close(self, outputs: Sequence[Output]) -> bytes:
         """Encode the end of the stream, behind the usage if that was asked for."""
         if not self._call.include_usage:

@@ -9,6 +9,7 @@ import secrets
 from collections.abc import AsyncGenerator
 from types import TracebackType
 from typing import Any
+from urllib.parse import parse_qsl
 
 import msgspec
 from starlette.types import Message, Receive, Scope, Send
@@ -58,6 +59,7 @@ class Exchange:
         self.method: str = scope["method"]
         self.path_parameters: dict[str, str] = scope.get("path_params", {})
         self.headers: dict[bytes, bytes] = dict(scope["headers"])
+        self._query: bytes = scope.get("query_string", b"")
         given = self.headers.get(b"x-request-id", b"")
         self.request_id = given.decode() if _PLAIN_ID.fullmatch(given) else secrets.token_hex(12)
         self.status, self.streams, self.ended = 0, False, False
@@ -136,6 +138,10 @@ class Exchange:
         if size > self._config.max_body_bytes:
             text = f"the body has more than {self._config.max_body_bytes} bytes; send fewer or smaller images"
             raise ApiError(413, "body_too_large", text, headers={"connection": "close"})
+
+    def find_query(self, name: bytes) -> bytes:
+        """Find a parameter behind the path's question mark; b"" for none."""
+        return dict(parse_qsl(self._query)).get(name, b"")
 
     def until_gone(self) -> UntilGone:
         """Make a block that is left with ``ClientGone`` as soon as the client has gone, the body being read."""

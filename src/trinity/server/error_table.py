@@ -43,6 +43,7 @@ ERROR_TABLE = (
     ErrorRow(errors.Overloaded, 429, "overloaded"),
     ErrorRow(errors.DeadlineExceeded, 504, "deadline_exceeded"),
     ErrorRow(errors.PoisonRequest, 422, "poison_request"),
+    ErrorRow(errors.ResumeError, 409, "not_resumed"),
     ErrorRow(errors.StageError, 500, "stage_failed"),
     ErrorRow(errors.MigrationError, 500, "migration_failed"),
     ErrorRow(errors.RequestError, 400, "invalid_request"),
@@ -83,6 +84,8 @@ def describe_failure(error: BaseException, request_id: str = "") -> ErrorReply:
     status, code = row.status, row.code
     if isinstance(error, errors.Overloaded) and hasattr(error, "stage"):
         status, code = 503, "no_instance"
+    if isinstance(error, errors.ResumeError) and error.reason == "unknown":
+        status, code = 404, "resume_unknown"
     if isinstance(error, errors.PoisonRequest):  # clients try again after 5xx by themselves, and it must not come again
         logger.error("request %s was refused", request_id, exc_info=error)
     if status == 500:

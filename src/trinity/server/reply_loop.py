@@ -17,6 +17,7 @@ from trinity.server.fields import ParsedCall
 
 T = TypeVar("T")
 SERVED_ENDS = ("stop", "length")
+NUMBERED = ("chatcmpl-", "cmpl-")  # ids of answers whose events may be numbered
 
 
 class Reply(Protocol):
@@ -43,7 +44,8 @@ async def answer_call(pipe: Pipeline, exchange: Exchange, call: ParsedCall, repl
         requests = [each for request in call.requests for each in copy_request(request, call.choices)]
     async with exchange.until_gone():
         if call.stream:
-            await _StreamedCall(pipe, exchange, reply).run(requests)
+            numbered = pipe.has_buddy and len(requests) == 1 and requests[0].request_id.startswith(NUMBERED)
+            await _StreamedCall(pipe, exchange, reply, numbered and not call.tools.schemas).run(requests)
         else:
             served = await run_all(
                 [_collect(pipe, exchange, request, call.logprobs is not None) for request in requests]
@@ -99,11 +101,17 @@ def prompt_of(stream: Stream) -> tuple[int, ...]:
     return stream.processed.work.prompt if stream.processed is not None else ()
 
 
-class _StreamedCall:
-    """A streamed response: each write has all tokens that wait."""
+def add_numbered(reply: Reply, index: int, tokens: Sequence[Token]) -> bytes:
+    """Encode tokens of a choice, each event with its token's index: a connection may be cut behind any of them."""
+    said = ((token.index, reply.add(index, [token])) for token in tokens)
+    return b"".join(b"id: %d\n%s" % each for each in said if each[1])
 
-    def __init__(self, pipe: Pipeline, exchange: Exchange, reply: Reply) -> None:
-        self._pipe, self._exchange, self._reply = pipe, exchange, reply
+
+class _StreamedCall:
+    """A streamed response: each write has all tokens that wait. ``numbered``: each event says which one it has."""
+
+    def __init__(self, pipe: Pipeline, exchange: Exchange, reply: Reply, numbered: bool) -> None:
+        self._pipe, self._exchange, self._reply, self._numbered = pipe, exchange, reply, numbered
         self._turn = asyncio.Lock()  # of those who write: choices run side by side
         self._last = b""  # the end of the choice that ended last, which leaves with the end of all
 
@@ -117,7 +125,8 @@ class _StreamedCall:
             tokens = await stream.next_tokens()  # what can go wrong has mostly gone wrong by now
             events = reply.begin(index, prompt_of(stream))
             while tokens:
-                await self._send(events + reply.add(index, tokens))
+                said = add_numbered(reply, index, tokens) if self._numbered else reply.add(index, tokens)
+                await self._send(events + said)
                 events, tokens = b"", await stream.next_tokens()
         ended, self._last = self._last, events + reply.end(index, check_output(stream))
         await self._send(ended)
