@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from support.buddy_programs import POOLS, Victim, come_back, listening, make_pipeline, victim
 from support.emulated_pipelines import LIVENESS_S, MODEL, asked, check, right, serve
 from trinity.emulation.model import EmulatedRequest
+from trinity.errors import ClosedError, OfferRefused, ResumeError
 from trinity.pipeline import Pipeline
 from trinity.remote.buddy import Buddy
 
@@ -66,3 +67,62 @@ async def test_readers_of_a_killed_program_go_on_with_its_buddy(addresses: list[
             assert text == "".join(f"<{token}>" for token in right(request))
         others = asked()
         check(await serve(pipe, others), others)
+
+
+def make_first(given: tuple[list[str], str]) -> tuple[Pipeline, list[EmulatedRequest]]:
+    addresses, buddy = given
+    return make_pipeline(MODEL, ROLES, addresses, cache=POOLS, buddy=Buddy(buddy)), requests()
+
+
+@pytest.mark.slow
+async def test_the_pipeline_that_set_the_instances_up_dies_and_an_attached_one_goes_on(tmp_path: Path) -> None:
+    """With no supervisor left, the instances serve on for it."""
+    journal = f"unix:{tmp_path}/buddy"
+    with listening(2) as addresses:
+        begun = asyncio.ensure_future(_kill_first(addresses, journal))
+        pipe = await _attach(addresses, journal)
+        try:
+            one = await begun
+            assert not one.ended
+            for request in requests():
+                tokens, _ = await come_back(pipe, request.request_id, one.heard[request.request_id])
+                assert tokens == right(request)
+            others = asked()
+            check(await serve(pipe, others), others)
+        finally:
+            await pipe.aclose()
+
+
+async def _kill_first(addresses: list[str], journal: str) -> Victim:
+    async with victim(HERE, "make_first", (addresses, journal), [0, 1, 2, 3]) as one:
+        await one.kill_after(80)
+    return one
+
+
+async def _attach(addresses: list[str], journal: str) -> Pipeline:
+    """Attach once the first pipeline has set the instances up."""
+    async with asyncio.timeout(LIVENESS_S):
+        while True:
+            pipe = make_pipeline(MODEL, ROLES, addresses, cache=POOLS, attach=True, buddy=Buddy(listen=journal))
+            try:
+                await pipe.start()
+                return pipe
+            except OfferRefused:
+                await asyncio.sleep(0.1)
+
+
+@pytest.mark.slow
+async def test_a_program_that_closes_leaves_its_buddy_nothing(addresses: list[str], tmp_path: Path) -> None:
+    async with survivor(addresses, tmp_path) as pipe:
+        other, asked_there = make_victim((addresses, pipe.journal_address))
+        async with other:
+            while not other.has_buddy:
+                await asyncio.sleep(0.01)
+            reading = asyncio.ensure_future(other.complete(asked_there[3]))
+            await asyncio.sleep(0.2)
+        with pytest.raises(ClosedError):
+            await reading
+        with pytest.raises(ResumeError) as caught:
+            await come_back(pipe, "r3", [])
+        assert caught.value.reason == "unknown"
+        assert not pipe.streams

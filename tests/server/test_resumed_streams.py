@@ -45,8 +45,16 @@ def read(body: str) -> tuple[str, list[int], str, list[dict[str, Any]]]:
     return text, numbers, reason, chunks
 
 
-@pytest.mark.parametrize(("path", "kind"), [(CHAT, "chat.completion.chunk"), (TEXT, "text_completion")])
-@pytest.mark.parametrize("after", [-1, 4, 9, 20, 38])
+@pytest.mark.parametrize(
+    ("path", "kind", "after"),
+    [
+        (CHAT, "chat.completion.chunk", -1),
+        (CHAT, "chat.completion.chunk", 9),
+        (CHAT, "chat.completion.chunk", 20),
+        (TEXT, "text_completion", 4),
+        (TEXT, "text_completion", 38),
+    ],
+)
 async def test_a_client_reads_on_behind_its_last_event(path: str, kind: str, after: int) -> None:
     async with adopting("chatcmpl-1", "cmpl-1") as served:
         ways: list[dict[str, Any]] = [{"headers": {"last-event-id": str(after)}}, {"params": {"starting_after": after}}]
