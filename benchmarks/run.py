@@ -32,6 +32,7 @@ NAMES = {  # in the order of the page, each with its module
     "ttft_methods": "serving.ttft_methods",
     "encoders": "serving.encoders",
     "leading": "serving.leading",
+    "siblings": "serving.siblings",
     "transports": "transfers.transports",
     "overlap": "transfers.overlap",
     "moves": "transfers.moves",

@@ -55,6 +55,7 @@ from trinity.core.messages import (
 )
 from trinity.core.routing import RoundRobin, RoutingPolicy
 from trinity.core.scheduler import BatchRules
+from trinity.core.spare_work import Spare
 from trinity.core.transfers import TransferPolicy
 from trinity.core.values import NotTaken
 from trinity.testing.checks import check_forgotten, check_state
@@ -210,6 +211,8 @@ def _message(value: Value) -> str:
     if isinstance(value, Submit):
         left = f" left to {','.join(each or '-' for each in value.helpers)}" if value.helpers else ""
         return f"submit {value.work.request}{left}{f' for {value.asker}' if value.asker else ''}"
+    if isinstance(value, Spare):
+        return f"spare {value.said}"
     if isinstance(value, Helped):
         return f"helped {value.help} {value.said}"
     if isinstance(value, Gone):

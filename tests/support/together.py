@@ -162,7 +162,7 @@ class Together:
         move_s, precopy = draw.choice([0.1, 0.5, 5.0]), draw.choice(PRECOPY)
         for core in self.cluster.cores.values():
             own = core.settings
-            transfers = replace(own.transfers, move_s=move_s, precopy=precopy)
+            transfers = replace(own.transfers, move_s=move_s, precopy=precopy, hand_over=self.seed % 5 == 1)
             lease_s = max(own.lease_s, LONG_LEASE_S) if self.gentle else own.lease_s  # one that slow messages keep
             core.settings = core.state.settings = replace(own, transfers=transfers, lease_s=lease_s)
 

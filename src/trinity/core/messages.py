@@ -47,7 +47,7 @@ class Submit(Value, frozen=True):
     visited. ``tokens``: its outputs so far, if it was preempted where it cannot be recomputed. ``input_bytes``: of its
     inputs, for the front end, which bounds what waits. ``helpers[i]``: instance that was asked to encode media item i,
     "" for none. ``asker``: this is such an item, for a request that is at that instance; it hears ``Helped`` of it.
-    ``target_epoch``: as an Offer has it.
+    ``target_epoch``: as an Offer has it. ``spans``: seconds that it has waited at those that passed it on.
     """
 
     work: Work
@@ -58,6 +58,7 @@ class Submit(Value, frozen=True):
     helpers: tuple[str, ...] = ()
     asker: str = ""
     target_epoch: int | None = None
+    spans: dict[str, float] = msgspec.field(default_factory=dict)
 
 
 class Cancel(Value, frozen=True):

@@ -38,6 +38,8 @@ class TransferPolicy:
       where it is.
     - ``precopy`` ("off"): with "on" a decode that moves goes on until its full KV blocks are in its target's prefix
       cache, so that it pauses for the rest alone; "auto" is "on" where their pull would take 10 ms, by pulls so far.
+    - ``hand_over`` (False): a request that waits to be encoded or prefilled goes to an instance of the same stage that
+      has nothing to do (EPDServe 3.2, global queues).
     - ``lease_s`` (seconds, 30): time for which blocks on their way stay leased to a silent peer before they are taken
       back and the request fails. Instances send heartbeats at least four times in it.
 
@@ -50,6 +52,7 @@ class TransferPolicy:
     store: bool = True
     move_s: Positive = 5.0
     precopy: PrecopyMode = "off"
+    hand_over: bool = False
     lease_s: Positive = 30.0
 
 

@@ -38,6 +38,7 @@ from trinity.core.messages import (
 )
 from trinity.core.peer_exit import PeerLeaving, PeerRemoved
 from trinity.core.scheduler import Order, Policy
+from trinity.core.spare_work import Spare
 from trinity.core.transfers import TransferPolicy
 from trinity.core.values import FrontendUp, NotTaken
 from trinity.costs.budgets import StepBudgets
@@ -324,6 +325,7 @@ ControlMessage = (
     | Release
     | Setup
     | Slices
+    | Spare
     | InstanceInfo
     | StillBusy
     | StopInstance

@@ -90,6 +90,7 @@ SCREENED_AS: Mapping[str, ScreeningRow] = {
     "TransferPolicy.store": ScreeningRow(note="features are looked for where there are reports: see Simulator.routing"),
     "TransferPolicy.precopy": ScreeningRow(note=DECODE_MOVES),
     "TransferPolicy.move_s": ScreeningRow(note=DECODE_MOVES),
+    "TransferPolicy.hand_over": ScreeningRow((False,), note="the engine's queues are each instance's own"),
     "TransferPolicy.lease_s": ScreeningRow(note="leases do not end in a simulation"),
     "Simulator.routing": ScreeningRow(
         ("round_robin",),

@@ -35,6 +35,7 @@ from trinity.testing.conversation import Conversation, ends_lease_early
 from trinity.testing.lives import Lives
 from trinity.testing.move_rules import FrontEnds, MoveRules, map_frontends
 from trinity.testing.shadow import Shadow
+from trinity.testing.spare_rules import SpareRules
 
 
 class Observer(Protocol):
@@ -64,6 +65,7 @@ def make_checks(
     return [
         Conversation(cores),
         MoveRules(cores, frontend),
+        SpareRules(cores),
         Shadow(settings, lives.is_deaf) if lives is not None else Shadow(settings),
         Bookkeeping(cores, frontend),
     ]

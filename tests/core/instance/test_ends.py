@@ -191,7 +191,9 @@ def test_a_request_passed_to_an_encoder_leaves_a_tombstone() -> None:
 def test_a_request_without_its_features_goes_to_an_encoder() -> None:
     core = make_core("P0", peers="E0 D0")
     commands = core.handle(Submit(work("r", 1, "cat*4", attempt=2), ("pixels",), ("X0",)), 0.0)
-    passed = Submit(work("r", 1, "cat*4", attempt=2), ("pixels",), ("X0", "P0"), target_epoch=0)
+    passed = Submit(
+        work("r", 1, "cat*4", attempt=2), ("pixels",), ("X0", "P0"), target_epoch=0, spans={"encode_queue": 0.0}
+    )
     assert sent(commands, Submit) == [passed]
     assert sent(commands, Moved) == [Moved("r", 2, "P0", 1)], "from another instance: it says that it has it"
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from trinity.core.instance.company import find_company, nowhere
 from trinity.core.instance.front_ends import refuse_submit
 from trinity.core.instance.helpers import call_off_all, leave_to_helpers
@@ -19,11 +21,12 @@ from trinity.core.stage_needs import needs
 def handle_submit(s: State, event: Submit, now: float) -> None:
     """Queue a new request for encode, or for prefill where no feature is needed or all are cached here."""
     work = event.work
+    s.siblings.came(event.route[-1] if event.route else "")
     if s.settings.is_other_life(event.target_epoch) or refuse_submit(s, event):
         return
     s.newest = max(s.newest, work.number)
     state = RequestState(work, now, event.inputs, stored_tokens=list(event.tokens), asker=event.asker)
-    state.route = (*event.route, s.settings.name)
+    state.route, state.spans = (*event.route, s.settings.name), dict(event.spans)
     s.take_in(state)
     s.set_deadline(state, work.deadline_s, now)
     s.report_soon(now)
@@ -91,16 +94,24 @@ def _at_home(name: str) -> dict[str, object]:
 
 def pass_to_encode(s: State, state: RequestState, now: float) -> None:
     """Pass it on to an encode instance: the features it came for were evicted. It holds nothing here."""
-    work = state.work
     try:
-        target = s.router.choose("E", work)
+        target = s.router.choose("E", state.work)
     except BadChoice as problem:
         end(s, state, now, "error", failure("StageError", str(problem), stage="E"))
         return
     if target is None:
         end(s, state, now, "error", nowhere(s, "E"))
         return
-    epoch = s.router.peers[target].epoch
-    s.send(target, Submit(work, state.inputs, state.route, tuple(state.tokens), target_epoch=epoch))
+    pass_on(s, state, target, now)
+
+
+def pass_on(s: State, state: RequestState, target: str, now: float) -> None:
+    """Have another instance begin a request that waits here and holds nothing."""
+    state.book_time(now)
+    work = state.work
+    if work.deadline_s is not None:
+        work = replace(work, deadline_s=max(0.0, state.deadline - now))
+    tokens, epoch = tuple(state.tokens), s.router.peers[target].epoch
+    s.send(target, Submit(work, state.inputs, state.route, tokens, target_epoch=epoch, spans=state.spans))
     s.leave_tombstone(state, target)
     s.move(state, Phase.GONE, now)

@@ -13,6 +13,7 @@ from trinity.core.instance.home_features import dispatch_fetched, dispatch_pulle
 from trinity.core.instance.lifecycle import handle_cancel, handle_forget
 from trinity.core.instance.peers import handle_peer_avoided, handle_peer_load, handle_peer_lost, handle_peer_up
 from trinity.core.instance.repeated_step import RepeatedStep, find_repeated
+from trinity.core.instance.siblings import handle_spare, share_work
 from trinity.core.instance.state import Settings, State
 from trinity.core.instance.steps import handle_stepped, pump
 from trinity.core.instance.timers import handle_tick, next_timer
@@ -50,6 +51,7 @@ from trinity.core.migration.source import handle_helped
 from trinity.core.migration.target import handle_commit, handle_offer, handle_ready, handle_withdraw
 from trinity.core.peer_exit import PeerLeaving, PeerRemoved
 from trinity.core.routing import RoundRobin, Router, RoutingPolicy
+from trinity.core.spare_work import Spare
 from trinity.core.values import FrontendUp, NotTaken
 
 _HANDLERS: dict[type[Value], Callable[[State, Any, float], None]] = {
@@ -79,6 +81,7 @@ _HANDLERS: dict[type[Value], Callable[[State, Any, float], None]] = {
     Fetch: handle_fetch,
     Fetched: dispatch_fetched,
     Helped: handle_helped,
+    Spare: handle_spare,
     Tick: handle_tick,
 }
 
@@ -109,6 +112,8 @@ class InstanceCore:
             offer_moves(s, now)
         if kind is not PeerUp and kind is not PeerLoad:
             pump(s, now)
+            if s.settings.transfers.hand_over:
+                share_work(s)
         if s.reserved_as is not None:
             say_empty(s)
         self._repeated = find_repeated(s)

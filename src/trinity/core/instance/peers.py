@@ -20,6 +20,7 @@ from trinity.core.values import is_frontend
 def handle_peer_up(s: State, event: PeerUp, now: float) -> None:
     """Add an instance, perhaps this one itself, and start to report the load."""
     s.router.add(event)
+    s.siblings.meet(event.name)
     s.has_load_listeners = bool(followers(s))
     s.begin_reports(now)
 
@@ -32,6 +33,7 @@ def handle_peer_load(s: State, event: PeerLoad, now: float) -> None:
 def handle_peer_avoided(s: State, event: PeerSuspect | PeerLeaving, now: float) -> None:
     """Route past a peer that is silent or is to end; what is under way with it goes on."""
     s.router.avoid(event)
+    s.siblings.avoid(event.name)
     if event.name in s.router.suspects:
         lose_helper(s, event.name)
 
@@ -47,6 +49,7 @@ def handle_peer_lost(s: State, event: PeerDown, now: float) -> None:
     lost = s.router.drop(event.name) or s.router.lost.get(event.name)
     epoch = lost.epoch if lost is not None else 0
     s.has_load_listeners = bool(followers(s))
+    s.siblings.drop(event.name)
     name = s.settings.name
     s.last_heard.pop(event.name, None)
     give_up_fetches(s, event.name, now)

@@ -40,6 +40,7 @@ class Phase(Enum):
 
 
 ENDED = "ended: cancelled, failed or complete"
+TAKEN = "an idle sibling takes it, or it ended"
 
 MOVES: dict[Phase, dict[Phase, str]] = {
     Phase.NEW: {
@@ -54,7 +55,7 @@ MOVES: dict[Phase, dict[Phase, str]] = {
     },
     Phase.IMAGE_QUEUE: {
         Phase.ENCODING: "admitted: it has its image blocks, or helpers have all its features",
-        Phase.GONE: ENDED,
+        Phase.GONE: TAKEN,
     },
     Phase.ENCODING: {
         Phase.KV_QUEUE: "all features are ready, and prefill is here",
@@ -82,7 +83,7 @@ MOVES: dict[Phase, dict[Phase, str]] = {
     Phase.KV_QUEUE: {
         Phase.PREFILLING: "admitted: it has its KV blocks",
         Phase.IMAGE_QUEUE: "the cached KV that covered its media was evicted, and encode is here",
-        Phase.GONE: "that was evicted and it is passed on to an encoder, or it ended",
+        Phase.GONE: "that was evicted and it is passed on to an encoder, an idle sibling takes it, or it ended",
     },
     Phase.MIGRATED_QUEUE: {
         Phase.PREFILLING: "admitted: it has its KV blocks",
