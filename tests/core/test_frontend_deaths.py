@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
-from core.test_isolation import empty, suspects, tokens, up
+from core.test_isolation import empty, suspects, test_the_same_death_counts_once_however_it_is_heard, tokens, up
 from support.core_tables import brief, peer_up, sent, work
 from support.recovering import emit, end_of, recovering, told
+from trinity.core import frontend_request
+from trinity.core.failure_policy import FailurePolicy
 from trinity.core.frontend import Abort, FrontendCore
-from trinity.core.frontend_request import Life
-from trinity.core.messages import NOWHERE, Finished, Gone, Moved, PeerDown, PeerEmpty, PeerReserved, Submit, Tick
+from trinity.core.frontend_deaths import FrontendDeaths
+from trinity.core.frontend_request import FrontendRequest, Life
+from trinity.core.isolation import Isolation
+from trinity.core.messages import (
+    NOWHERE,
+    Failure,
+    Finished,
+    Gone,
+    Moved,
+    PeerDown,
+    PeerEmpty,
+    PeerReserved,
+    Submit,
+    Tick,
+)
 
 
 def at_e0(peers: str = "E0 E1 P0 D0", **policy: Any) -> FrontendCore:
@@ -262,3 +279,118 @@ def test_a_life_that_its_own_death_ended_elsewhere_leaves_it_the_chance_to_run_a
     entry = core.entries["r"]
     assert (entry.recoveries, entry.row, entry.tried_alone) == (3, 1, False)
     assert core.isolation.ward == "r"
+
+
+# ---------------------------------------------------------------- a rule not kept is noticed
+
+
+def lapsing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who has had its recoveries, and the life alone after them, goes on in company."""
+    plain = FrontendRequest.is_suspect
+
+    def is_suspect(self: FrontendRequest, policy: FailurePolicy) -> bool:
+        spent = self.recoveries > policy.recoveries
+        return plain(self, policy) and not (spent and not self._has_a_chance_alone(policy))
+
+    monkeypatch.setattr(FrontendRequest, "is_suspect", is_suspect)
+    _try_each_life(monkeypatch)
+
+
+def tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each life that was alone at some stage was the chance that it had."""
+    _try_each_life(monkeypatch)
+
+
+def _try_each_life(monkeypatch: pytest.MonkeyPatch) -> None:
+    end_life = FrontendRequest.end_life
+
+    def ended(self: FrontendRequest, finished: Finished, now: float, prefilled: bool) -> None:
+        end_life(self, finished, now, prefilled)
+        self.tried_alone = self.tried_alone or bool(self.work.alone)
+
+    monkeypatch.setattr(FrontendRequest, "end_life", ended)
+
+
+def deaf(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A death that is told late counts for nothing."""
+    monkeypatch.setattr(FrontendRequest, "note_late_death", lambda self, life, roles, now: None)
+
+
+def untraced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is said of a former life tells nothing."""
+    monkeypatch.setattr(FrontendDeaths, "_trace", lambda self, name, place, now: None)
+
+
+def unending(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A death counts however much later it comes."""
+    monkeypatch.setattr(frontend_request, "NEWS_KEPT_S", 1e9)
+
+
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody waits for news."""
+    monkeypatch.setattr(FrontendRequest, "awaits_news", lambda self, now: False)
+
+
+def unconcluded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A death that is told late refuses nobody, and calls nobody back."""
+    monkeypatch.setattr(FrontendDeaths, "_conclude_from", lambda self, entry, now: None)
+
+
+def any_stage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three deaths count together, wherever they were."""
+    row = lambda self: self.deaths[len(self.deaths) - self.row :]  # noqa: E731
+    monkeypatch.setattr(FrontendRequest, "_deaths_at_one_stage", row)
+
+
+def as_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A death was alone where that instance is empty as the news comes."""
+    plain = FrontendDeaths._count_death
+
+    def count(self: FrontendDeaths, entry: FrontendRequest, finished: Finished, now: float) -> Failure | None:
+        entry.alone_at = self.isolation.empty_places(entry)
+        return plain(self, entry, finished, now)
+
+    monkeypatch.setattr(FrontendDeaths, "_count_death", count)
+
+
+def unopened(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who comes up hears of present reservations alone."""
+    monkeypatch.setattr(Isolation, "reservations", lambda self: [])
+
+
+def costly(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A source that has not heard of a death costs a recovery."""
+    plain = FrontendRequest.count_loss
+
+    def count_loss(self: FrontendRequest, finished: Finished, waits: bool, planned: bool) -> float | None:
+        self.ended_by = frozenset()
+        return plain(self, finished, waits, planned)
+
+    monkeypatch.setattr(FrontendRequest, "count_loss", count_loss)
+
+
+NOTICED: list[tuple[Callable[[pytest.MonkeyPatch], None], Callable[[], None]]] = [
+    (lapsing, test_one_that_has_had_its_recoveries_and_is_given_back_stays_alone),
+    (tried, test_a_life_that_its_own_death_ended_elsewhere_leaves_it_the_chance_to_run_alone),
+    (deaf, test_a_source_that_had_died_before_its_target_counts),
+    (untraced, test_an_instance_that_speaks_late_of_a_former_life_and_dies_may_have_died_of_it),
+    (unending, partial(test_one_that_dies_much_later_did_not_die_of_it, 6.0)),
+    (impatient, test_it_waits_for_news_where_a_life_of_it_ends_for_no_reason_that_is_known),
+    (unconcluded, test_it_is_called_back_to_run_alone_where_a_second_death_is_told_late),
+    (unconcluded, test_a_death_alone_that_is_told_late_refuses_it_while_it_waits),
+    (unconcluded, test_a_death_alone_that_is_told_late_refuses_it_while_it_runs_again),
+    (any_stage, test_deaths_that_have_no_stage_in_common_are_not_the_doing_of_one_request),
+    (as_told, test_a_death_alone_is_its_own_however_late_it_is_told),
+    (unopened, test_who_comes_up_hears_also_what_is_reserved_no_longer),
+    (costly, test_the_same_death_counts_once_however_it_is_heard),
+]
+
+
+@pytest.mark.parametrize(("broken", "sees"), NOTICED)
+def test_a_rule_of_late_deaths_that_is_not_kept_is_noticed(
+    broken: Callable[[pytest.MonkeyPatch], None], sees: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sees()
+    broken(monkeypatch)
+    with pytest.raises((AssertionError, KeyError, ValueError)):
+        sees()
