@@ -116,7 +116,30 @@ def test_pixels_are_kept_within_a_bound_on_either_side() -> None:
     assert [(kept.opening.inputs, kept.opening.unread) for kept in keeper.lose("life", 0.0)] == [((), True)]
     assert keeper.bytes == 0
     writer.end(Closing("a", "length"))
-    assert writer.input_bytes == 0
+    assert writer.bytes == 0
+
+
+def test_a_request_whose_note_has_no_room_is_not_told_of() -> None:
+    writer = JournalWriter(most_bytes=100)
+    for key in "ab":
+        writer.begin(opening(key, note=b"x" * 60, inputs=("pixels",), input_bytes=80), [], 0.0)
+    journal = writer.take(0.0)
+    assert journal is not None
+    assert [(each.key, each.inputs) for each in journal.openings] == [("a", ())]
+    writer.end(Closing("b", "length"))
+    writer.end(Closing("a", "length"))
+    assert writer.bytes == 0
+
+
+def test_openings_may_go_ahead_of_tokens() -> None:
+    writer, keeper, given = JournalWriter(), JournalKeeper(), [Sampled(5)]
+    writer.begin(opening("r"), given, 0.0)
+    for tokens in (False, False, True):
+        journal = writer.take(0.0, tokens=tokens)
+        if journal is not None:
+            keeper.take("life", journal, 0.0)
+    (kept,) = keeper.lose("life", 0.0)
+    assert tokens_of(kept) == [5]
 
 
 def test_beyond_the_bound_the_oldest_that_have_ended_go_first_and_new_ones_are_refused() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import msgspec
 import pytest
@@ -12,13 +13,14 @@ from msgspec.structs import replace
 
 from support.emulated_pipelines import LIVENESS_S, MODEL, POOLS, right
 from support.journals import ASKED, opening, told
-from trinity.core.journal import MOST_ADOPTIONS, Closing, Journal, JournalKeeper, JournalStart
+from trinity.core.journal import MOST_ADOPTIONS, Closing, Journal, JournalKeeper, JournalStart, JournalWriter
 from trinity.core.messages import Failure
-from trinity.errors import BadMedia, ClosedError, DeadlineExceeded, PoisonRequest, ResumeError
+from trinity.emulation.processor import EmulatedProcessor
+from trinity.errors import BadMedia, ClosedError, ConfigError, DeadlineExceeded, PoisonRequest, ResumeError
 from trinity.memory.cache_config import CacheConfig
 from trinity.pipeline import Pipeline
 from trinity.pipeline.adoptions import Adoptions, Resumption
-from trinity.pipeline.journal import RequestNote, decode_request, encode_request
+from trinity.pipeline.journal import RequestJournal, RequestNote, decode_request, encode_request
 from trinity.pipeline.stream import Stream
 from trinity.pipeline.sync_pipeline import SyncPipeline
 from trinity.request import Media, Request, Sampling, check_request
@@ -247,3 +249,34 @@ def test_without_await() -> None:
             assert [token.id for token in tokens] == right(ASKED)[10:]
         with pytest.raises(ResumeError), pipe.resume("r"):
             pass
+
+
+class Sender:
+    """Notes what a buddy would be told."""
+
+    async def wait_kept(self) -> None:
+        pass
+
+
+async def test_what_is_told_of_media_by_how_they_were_given() -> None:
+    """By reference where that can be, else as pixels, and so once more by the front end that adopts it."""
+    pixels: Any = ({"pixel_values": b""},)
+    processed = replace(EmulatedProcessor(MODEL).process(ASKED), emulated=False, inputs=pixels)
+    known, foreign = ASKED, replace(ASKED, media=[Media("image", object())])
+    for request, given, told_of in ((known, None, ()), (foreign, None, pixels), (known, b"", pixels)):
+        journal = RequestJournal()
+        journal._writer, journal._sender = JournalWriter(), Sender()  # type: ignore[assignment]
+        host: Any = None
+        await journal.note(Stream(host, request), processed, reader="r", given=given, adoptions=1)
+        whole = journal._writer.take(0.0)
+        assert whole is not None
+        (opened,) = whole.openings
+        assert (opened.inputs, opened.unread, opened.adoptions) == (told_of, not told_of, 1)
+
+
+@pytest.mark.parametrize("wrong", [{"after": "7"}, {"after": 1.5}, {"within_s": -1.0}, {"request_id": 7}])
+def test_what_is_no_index_is_refused(wrong: dict[str, Any]) -> None:
+    pipe = Pipeline(MODEL, "EPD")
+    named = {"request_id": "r", **wrong}
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        pipe.resume(named.pop("request_id"), **named)

@@ -106,14 +106,14 @@ class _Told:
 
 
 class JournalWriter:
-    """Says what a buddy has not heard of yet. ``most_bytes``: of inputs that are kept for it.
+    """Says what a buddy has not heard of yet. ``most_bytes``: of notes and inputs that are kept for it.
 
     Nothing is done for a token as it comes: ``take`` looks at the tokens that readers have.
     """
 
     def __init__(self, most_bytes: float = inf) -> None:
         self.most_bytes = most_bytes
-        self.input_bytes = self.number = 0
+        self.bytes = self.number = 0
         self.open: dict[str, _Told] = {}
         self._openings: dict[str, None] = {}
         self._closings: list[Closing] = []
@@ -127,10 +127,15 @@ class JournalWriter:
         return bool(self.open or self._closings or self._dropped or self._pages)
 
     def begin(self, opening: Opening, sampled: Sequence[Sampled], now: float) -> None:
-        """Tell of a request. ``sampled``: the list to which its tokens are added as its reader gets them."""
-        if self.input_bytes + opening.input_bytes > self.most_bytes:
+        """Tell of a request. ``sampled``: the list to which its tokens are added as its reader gets them.
+
+        Beyond the bound it is told of without its inputs, and then not at all.
+        """
+        if opening.inputs and self.bytes + _held_bytes(opening) > self.most_bytes:
             opening = replace(opening, inputs=(), input_bytes=0, unread=True)
-        self.input_bytes += opening.input_bytes
+        if self.bytes + _held_bytes(opening) > self.most_bytes:
+            return
+        self.bytes += _held_bytes(opening)
         left = opening.work.deadline_s
         self.open[opening.key] = _Told(opening, sampled, inf if left is None else now + left)
         self._openings[opening.key] = None
@@ -155,7 +160,7 @@ class JournalWriter:
         return self._whole or key in self._openings
 
     def _remove(self, key: str) -> None:
-        self.input_bytes -= self.open.pop(key).opening.input_bytes
+        self.bytes -= _held_bytes(self.open.pop(key).opening)
         self._openings.pop(key, None)
 
     def begin_again(self) -> None:
@@ -167,10 +172,11 @@ class JournalWriter:
             each.sent = 0
         self.number = 0
 
-    def take(self, now: float) -> Journal | None:
-        """Take what is new; None for nothing."""
+    def take(self, now: float, *, tokens: bool = True) -> Journal | None:
+        """Take what is new; None for nothing. ``tokens``: also of requests that go on, each of which is looked at."""
         openings = tuple(_reduce_deadline(self.open[key], now) for key in self._openings)
-        pages = [*self._pages, *(page for told in self.open.values() for page in _write_pages(told))]
+        going_on = self.open.values() if tokens else ()
+        pages = [*self._pages, *(page for told in going_on for page in _write_pages(told))]
         if not (openings or pages or self._closings or self._dropped or self._whole):
             return None
         self.number += 1
@@ -185,6 +191,10 @@ class JournalWriter:
         self._openings, self._whole = {}, False
         self._pages, self._closings, self._dropped = [], [], []
         return journal
+
+
+def _held_bytes(opening: Opening) -> int:
+    return len(opening.note) + opening.input_bytes
 
 
 def _reduce_deadline(told: _Told, now: float) -> Opening:
@@ -256,7 +266,6 @@ class JournalKeeper:
         if journal.closed:
             return
         known = self.lives.setdefault(life, {})
-        self.expire(now)
         for opening in journal.openings:
             self._open(known, opening, now)
         for page in journal.pages:

@@ -35,13 +35,14 @@ POISON = "two programs died that had this request; do not send it again unchange
 class AdoptedStream(Stream):
     """A request of a front end that was lost, which its reader may take up behind the last token that it has.
 
-    ``reader``: the id that its reader knows. ``adopted_at``: clock time. ``taken``: its reader has come. ``left_out``:
-    characters of the tokens that are not given, as the reader has them.
+    - ``reader``: the id that its reader knows. ``given``: the request as its front end told of it.
+    - ``adopted_at``: clock time. ``taken``: its reader has come.
+    - ``left_out``: characters of the tokens that are not given, as the reader has them.
     """
 
     def __init__(self, host: Adoptions, key: str, kept: Kept, note: RequestNote) -> None:
         super().__init__(host, decode_request(note, key, kept.opening.work))
-        self.reader, self.adopted_at = kept.opening.reader, self.arrived
+        self.reader, self.adopted_at, self.given = kept.opening.reader, self.arrived, note.request
         self.taken = self.over = False
         self._entered, self._behind = True, -1
         self.left_out = 0
@@ -221,7 +222,8 @@ class Adoptions:
         """Go on with it, once this pipeline's own buddy knows of it."""
         opening, key = kept.opening, stream.request.request_id
         told = msgspec.structs.replace(processed, inputs=opening.inputs)
-        await self._host.journal.note(stream, told, opening.reader, opening.adoptions + 1)
+        outlived = opening.adoptions + 1
+        await self._host.journal.note(stream, told, reader=opening.reader, given=stream.given, adoptions=outlived)
         if not stream.done:
             self._host.post(kept.make_adoption(key, time.monotonic()))
 

@@ -55,15 +55,24 @@ class RequestJournal:
             self._sender = JournalSender(Address.parse(buddy.address), name, start, secret, tls, self._writer)
             self._running = asyncio.create_task(self._sender.run(), name="trinity-buddy")
 
-    async def note(self, stream: Stream, processed: ProcessedRequest, reader: str = "", adoptions: int = 0) -> None:
+    async def note(
+        self,
+        stream: Stream,
+        processed: ProcessedRequest,
+        *,
+        reader: str = "",
+        given: bytes | None = None,
+        adoptions: int = 0,
+    ) -> None:
         """Tell of a request before it begins, and wait until the buddy knows of it, if that answers.
 
-        ``reader``: the id by which its reader will ask for it; its own, where that is not said.
+        ``reader``: the id by which its reader will ask for it; its own, where that is not said. ``given``: the request
+        as a former front end told of it; "" where that could not.
         """
         if self._sender is None or stream._encode_only:
             return
         request, work = stream.request, processed.work
-        given = encode_request(request)
+        given = encode_request(request) if given is None else given
         sent = processed.inputs if processed.inputs and not given else ()
         opening = Opening(
             key=request.request_id,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 
 from trinity.core.journal import JournalStart
+from trinity.errors.arguments import Number, check_value
 from trinity.instance import Instance
 from trinity.pipeline.adoptions import WITHIN_S, Adoptions, Resumption
 from trinity.pipeline.frontend_host import FrontendHost
@@ -45,8 +46,10 @@ class Resumable:
                     print(token.index, token.text)
 
         Its ``output`` has all tokens. Entering raises ``ResumeError``, whose ``reason`` tells why not. A request can be
-        resumed once; leaving the block ends it.
+        resumed once; leaving the block ends it. Raises ``ConfigError`` for an index or seconds that are none.
         """
+        check_value("request_id", request_id, str)
+        after, within_s = check_value("after", after, int), check_value("within_s", within_s, Number)
         return Resumption(self._adoptions or Adoptions(self._frontend), request_id, after, within_s)
 
     async def _begin_journals(self) -> None:

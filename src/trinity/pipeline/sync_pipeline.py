@@ -153,6 +153,11 @@ class SyncPipeline:
         return self.pipeline.state
 
     @property
+    def change(self) -> str:
+        """As ``Pipeline.change``."""
+        return self.pipeline.change
+
+    @property
     def change_obstacle(self) -> str:
         """As ``Pipeline.change_obstacle``."""
         return self.pipeline.change_obstacle

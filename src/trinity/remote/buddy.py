@@ -157,12 +157,12 @@ class JournalSender:
             else:
                 await asyncio.sleep(TELL_S)
 
-    def _flush(self) -> None:
-        """Send what is new; and an empty journal where nothing was sent for a while."""
+    def _flush(self, *, tokens: bool = True) -> None:
+        """Send what is new, ``tokens`` or the rest alone; and an empty journal where nothing was sent for a while."""
         channel, now = self._channel, time.monotonic()
         if channel is None or channel.closed or channel.backlog > JOURNAL_BACKLOG:
             return
-        journal = self.writer.take(now)
+        journal = self.writer.take(now, tokens=tokens)
         if journal is None and now - self._said_at >= BEAT_S:
             self.writer.number += 1
             journal = Journal(number=self.writer.number)
@@ -189,7 +189,7 @@ class JournalSender:
         One that is out of reach is not waited for, nor one that has let a request wait for ``KNOWN_WITHIN_S`` already.
         """
         self._news.set()
-        self._flush()
+        self._flush(tokens=False)
         due = self.writer.number
         try:
             async with asyncio.timeout(KNOWN_WITHIN_S):
