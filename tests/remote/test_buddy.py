@@ -227,7 +227,7 @@ async def test_a_request_that_cannot_be_sent_is_served_without(
     taker = Taker()
     async with listening(address, taker), sending(address) as sender:
         await until(lambda: sender.reached)
-        bad = Opening(key="bad", reader="bad", work=work("bad", 3), inputs=(object(),), input_bytes=1)
+        bad = Opening(key="bad", reader="bad", work=work("bad", 3), inputs=(1 << 70,), input_bytes=1)
         sender.writer.begin(bad, [], 0.0)
         begin(sender, "good")
         async with asyncio.timeout(20.0):
