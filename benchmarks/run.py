@@ -37,6 +37,7 @@ NAMES = {  # in the order of the page, each with its module
     "overlap": "transfers.overlap",
     "moves": "transfers.moves",
     "control": "transfers.control",
+    "switches": "serving.switches",
     "fidelity": "fidelity.fidelity",
     "watch": "planning.watch",
     "redeploy": "planning.redeploy",

@@ -51,8 +51,8 @@ def read_plot(rows: Sequence[Sequence[str]], decided: Sequence[Sequence[str]], c
     """Make a plot of a table: seconds, then a value for each curve; of what was decided applies are marked."""
     starts = [float(row[0]) for row in rows]
     filled = [each._replace(values=[float(row[1 + n]) for row in rows]) for n, each in enumerate(curves)]
-    marks = [Mark(0.0, "the traffic shifts")]
-    for verdict, words in (("applies", "found"), ("applied", "it runs")):
+    marks = [Mark(0.0, "traffic shifts")]
+    for verdict, words in (("applies", "plan found"), ("applied", "plan runs")):
         marks += [Mark(float(at), words) for at, what in decided if f" {verdict}: " in what]
     return Plot(starts, filled, marks)
 
@@ -68,7 +68,7 @@ def draw_plot(plot: Plot) -> Iterator[str]:
     yield _text(LEFT + WIDE / 2, bottom + 36, "seconds since the shift", PALE, "middle")
     for mark in plot.marks:
         yield f'<path d="M{plot.x(mark.at):.1f} {TOP} V{bottom}" stroke="{PALE}" stroke-dasharray="2 4"/>'
-        yield _text(plot.x(mark.at) + 4, bottom - 8, mark.words, PALE, "start")
+        yield _text(plot.x(mark.at), TOP - 6, mark.words, PALE, "middle")  # above the curves, which cross all below
     ends = spread([plot.y(curve.values[-1]) for curve in plot.curves], 16)
     for curve, end in zip(plot.curves, ends, strict=True):
         yield _line(plot, curve)

@@ -32,7 +32,7 @@ def test_a_table_becomes_curves_and_applies_become_moments() -> None:
         ("left as it is", [3, 3, 0, 0]),
         ("applied", [3, 3, 1.5, 3]),
     ]
-    assert plot.marks == [Mark(0.0, "the traffic shifts"), Mark(12.0, "found"), Mark(20.0, "it runs")]
+    assert plot.marks == [Mark(0.0, "traffic shifts"), Mark(12.0, "plan found"), Mark(20.0, "plan runs")]
     assert (plot.step, plot.top) == (30, 3)
     assert CURVES[0].values == [], "the looks are another plot's too"
 
@@ -51,8 +51,8 @@ def test_each_point_lies_in_the_middle_of_its_seconds_and_at_its_value() -> None
 def test_axes_and_moments_say_where_they_are() -> None:
     texts = {each.text: float(each.attrib["x"]) for each in drawn().iter("text")}
     assert {"0", "1", "2", "3", "60", "seconds since the shift", "left as it is", "applied"} <= set(texts)
-    assert texts["the traffic shifts"] == pytest.approx(LEFT + WIDE / 2 + 4)
-    assert texts["it runs"] > texts["the traffic shifts"]
+    assert texts["traffic shifts"] == pytest.approx(LEFT + WIDE / 2)
+    assert texts["plan runs"] > texts["traffic shifts"]
 
 
 def test_labels_that_would_lie_on_each_other_are_moved_apart() -> None:

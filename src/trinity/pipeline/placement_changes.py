@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any, Literal
@@ -239,9 +239,9 @@ class PlacementChanges:
         former = next(each for each in self.instances if each.name == name)
         instances, began = [each for each in self.instances if each is not former], time.perf_counter()
         if self._processes is not None:
-            await planned_restart.end_life(self._processes, name, emptying.wait())
+            await planned_restart.end_life(self._processes, name, *emptying.parts())
         else:
-            await self._threads.end(name, emptying.wait())
+            await self._threads.end(name, *emptying.parts())
         emptied = emptying.ended_at or began
         done = Switch(name, former.roles, "", emptied - began, time.perf_counter() - emptied, emptying.emptied)
         return self._note(done, instances, began, emptied)
@@ -257,11 +257,11 @@ class PlacementChanges:
         began = time.perf_counter()
         if self._processes is not None:
             setups = self._make_setups(instances)
-            loaded_at = await planned_restart.replace_life(self._processes, spec.name, setups, emptying.wait())
+            loaded_at = await planned_restart.replace_life(self._processes, spec.name, setups, *emptying.parts())
         else:
             loaded = await self._load(spec, instances)
             loaded_at, began = 0.0, time.perf_counter()
-            await self._threads.replace(loaded, emptying.wait())
+            await self._threads.replace(loaded, *emptying.parts())
         emptied, now = emptying.ended_at or began, time.perf_counter()
         spent = (emptied - began, now - emptied, emptying.emptied, max(0.0, loaded_at - emptied))
         return self._note(Switch(spec.name, former.roles, spec.roles, *spent), instances, began, emptied)
@@ -295,7 +295,7 @@ class PlacementChanges:
 
 
 class _Emptying:
-    """End of an instance's work: ``emptied``, and ``ended_at`` (s, ``perf_counter``) once it was waited for."""
+    """End of an instance's work: ``emptied``, and ``ended_at`` (s, ``perf_counter``), 0 until it was waited for."""
 
     def __init__(self, frontend: FrontendHost, name: str, drain_s: float) -> None:
         self._frontend, self._name, self._drain_s = frontend, name, drain_s
@@ -304,6 +304,13 @@ class _Emptying:
     def goes_on(self) -> bool:
         """True before it was waited for to its end: until then the instance may stay as it was."""
         return not self.ended_at
+
+    def parts(self) -> tuple[Awaitable[bool], Callable[[], None]]:
+        """Return what is waited for, and what is called once the instance's work is done."""
+        return self.wait(), self.note_end
+
+    def note_end(self) -> None:
+        self.ended_at = time.perf_counter()
 
     async def wait(self) -> bool:
         """Return True once no request is there, False after ``drain_s``. Raises ``ClosedError`` once it is closed."""

@@ -54,19 +54,22 @@ class ThreadInstances:
         host.start()
         self._announce(host.announcement())
 
-    async def replace(self, loaded: LoadedInstance, emptied: Awaitable[bool]) -> None:
-        """End the instance of this name once it is empty, or emptied says no, and begin this one in its place."""
+    async def replace(self, loaded: LoadedInstance, emptied: Awaitable[bool], note_end: Callable[[], None]) -> None:
+        """End the instance of this name once it is empty, or emptied says no, and begin this one in its place.
+
+        note_end: called once the work of the former one is done.
+        """
         try:
             empty = await self._leave(loaded.spec.name, emptied)
         except BaseException:
             loaded.release()
             raise
-        await wait_shielded(asyncio.ensure_future(self._exchange(loaded, empty)))
+        await wait_shielded(asyncio.ensure_future(self._exchange(loaded, empty, note_end)))
 
-    async def end(self, name: str, emptied: Awaitable[bool]) -> None:
-        """End an instance for good once it is empty, or emptied says no."""
+    async def end(self, name: str, emptied: Awaitable[bool], note_end: Callable[[], None]) -> None:
+        """End an instance for good once it is empty, or emptied says no. ``note_end``: as in ``replace``."""
         empty = await self._leave(name, emptied)
-        await wait_shielded(asyncio.ensure_future(self._remove(name, empty)))
+        await wait_shielded(asyncio.ensure_future(self._remove(name, empty, note_end)))
 
     async def _leave(self, name: str, emptied: Awaitable[bool]) -> bool:
         """Have new work go past an instance until it is empty. Cancelled meanwhile, it goes on as it was."""
@@ -78,20 +81,20 @@ class ThreadInstances:
             self._announce(PeerLeaving(name, epoch, leaving=False))
             raise
 
-    async def _exchange(self, loaded: LoadedInstance, empty: bool) -> None:
+    async def _exchange(self, loaded: LoadedInstance, empty: bool, note_end: Callable[[], None]) -> None:
         try:
-            await self._end(self.hosts[loaded.spec.name], empty, WHY)
+            await self._end(self.hosts[loaded.spec.name], empty, WHY, note_end)
         except BaseException:
             loaded.release()
             raise
         self.begin(loaded)
 
-    async def _remove(self, name: str, empty: bool) -> None:
+    async def _remove(self, name: str, empty: bool, note_end: Callable[[], None]) -> None:
         host = self.hosts[name]
-        await self._end(host, empty, WHY_REMOVED)
+        await self._end(host, empty, WHY_REMOVED, note_end)
         self._announce(PeerRemoved(name, host.announcement().epoch))
 
-    async def _end(self, host: InstanceHost, empty: bool, why: str) -> None:
+    async def _end(self, host: InstanceHost, empty: bool, why: str, note_end: Callable[[], None]) -> None:
         """End a life: its threads first, then everybody hears of it, and nobody reads its pools any more.
 
         Raises ``ClosedError`` where the pipeline was closed meanwhile: it ends the rest itself.
@@ -99,6 +102,7 @@ class ThreadInstances:
         pools = dict(host.loaded.memory)
         host.stop(at_once=not empty)
         await host.join()
+        note_end()
         self._frontend.check_open()
         self._announce(PeerDown(host.name, why, planned=True))
         self._connector.unbind(pools)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
@@ -43,13 +43,16 @@ class Supervisor(Protocol):
     def handle(self, event: Event) -> None: ...
 
 
-async def replace_life(supervisor: Supervisor, name: str, setups: Sequence[Setup], emptied: Awaitable[bool]) -> float:
+async def replace_life(
+    supervisor: Supervisor, name: str, setups: Sequence[Setup], emptied: Awaitable[bool], note_end: Callable[[], None]
+) -> float:
     """End an instance's life, and begin the next one by these setups of all; return once that serves.
 
     Returns when it had loaded its weights (s, ``perf_counter``).
 
     emptied: awaited while new work goes past the instance; False where it is to end with what is left there. Cancelled
-    meanwhile it goes on as it was; later the caller waits to the end. Raises the error for which ``MOST_TRIES`` lives
+    meanwhile it goes on as it was; later the caller waits to the end. ``note_end`` is called once its work is done: an
+    encoder may still encode what its next stage is known to have. Raises the error for which ``MOST_TRIES`` lives
     did not come up; by then the instance has come up as it was before.
     """
     former, client = supervisor.setups, supervisor.members[name]
@@ -63,7 +66,7 @@ async def replace_life(supervisor: Supervisor, name: str, setups: Sequence[Setup
         supervisor.handle(Leave(name, epoch, leaving=False))
         _end_later(supervisor, name, epoch)
         raise
-    return await wait_shielded(asyncio.ensure_future(_replace(supervisor, client, former, empty)))
+    return await wait_shielded(asyncio.ensure_future(_replace(supervisor, client, former, empty, note_end)))
 
 
 async def begin_life(supervisor: Supervisor, name: str, setups: Sequence[Setup], by_hand: bool) -> float:
@@ -95,8 +98,8 @@ def _check_routes(setup: Setup, running: Setup) -> None:
         )
 
 
-async def end_life(supervisor: Supervisor, name: str, emptied: Awaitable[bool]) -> None:
-    """End an instance for good; return once it is gone. ``emptied``: as in ``replace_life``."""
+async def end_life(supervisor: Supervisor, name: str, emptied: Awaitable[bool], note_end: Callable[[], None]) -> None:
+    """End an instance for good; return once it is gone. ``emptied``, ``note_end``: as in ``replace_life``."""
     epoch = supervisor.core.members[name].epoch
     supervisor.handle(Leave(name, epoch))
     try:
@@ -104,14 +107,15 @@ async def end_life(supervisor: Supervisor, name: str, emptied: Awaitable[bool]) 
     except BaseException:
         supervisor.handle(Leave(name, epoch, leaving=False))
         raise
-    await wait_shielded(asyncio.ensure_future(_end(supervisor, name, empty)))
+    await wait_shielded(asyncio.ensure_future(_end(supervisor, name, empty, note_end)))
 
 
-async def _end(supervisor: Supervisor, name: str, empty: bool) -> None:
+async def _end(supervisor: Supervisor, name: str, empty: bool, note_end: Callable[[], None]) -> None:
     if empty and supervisor.core.members[name].phase is LifePhase.UP:
         client = supervisor.members[name]
         client.stop()
         await client.join()
+    note_end()
     await _remove(supervisor, name)
 
 
@@ -136,11 +140,14 @@ def _end_later(supervisor: Supervisor, name: str, epoch: int) -> None:
         supervisor.handle(Replace(name, member.epoch, "it begins anew with its former roles"))
 
 
-async def _replace(supervisor: Supervisor, client: InstanceClient, former: dict[str, Setup], empty: bool) -> float:
+async def _replace(
+    supervisor: Supervisor, client: InstanceClient, former: dict[str, Setup], empty: bool, note_end: Callable[[], None]
+) -> float:
     name, epoch = client.name, client.setup.epoch
     if empty:  # its leases have been released, or will be
         client.stop()
         await client.join()
+    note_end()
     supervisor.handle(Replace(name, epoch, WHY))
     try:
         return await _wait_up(supervisor, name, epoch)
