@@ -82,6 +82,11 @@ def test_poison_is_refused_and_every_other_request_is_whole(policy: FailurePolic
     assert typed <= 6, "refused as before, after as many losses"
 
 
+def test_an_instance_that_it_was_called_back_from_counts_when_it_dies() -> None:
+    """It had died there already: the poison took a fourth one."""
+    assert play(calm_cluster(210, EARLY))["fourth"] == 0
+
+
 @pytest.mark.parametrize("placement", CALM)
 def test_poison_under_each_placement(placement: str) -> None:
     seen = count(range(900, 920), lambda seed: calm_cluster(seed, DEFAULT, placement))

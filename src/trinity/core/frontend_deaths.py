@@ -67,7 +67,9 @@ class FrontendDeaths(FrontendAdoption):
             entry.finished = Finished(
                 request=name, attempt=attempt, reason="error", failure=alone, count=entry.delivered
             )
+            there = [entry.hops[hop] for hop in sorted(entry.hops)[-2:]]
             self._settle(entry, now)
+            entry.leave_behind(dict.fromkeys(there, False), now)
 
     def _trace(self, name: str, place: Life, now: float) -> None:
         """Note where a former life of a request has been: nobody knew, and that instance may have died of it."""
