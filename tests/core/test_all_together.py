@@ -18,7 +18,6 @@ from support.together import play, together
 from sweeps import virtual_runs
 from trinity.core.frontend import FrontendCore
 from trinity.core.frontend_request import FrontendRequest
-from trinity.core.frontend_starts import FrontendStarts
 from trinity.core.instance.settings import Settings
 from trinity.core.messages import Tick
 
@@ -124,19 +123,6 @@ def delivered_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FrontendCore, "_emitted", again)
 
 
-def grasping(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who runs alone no more takes its turn before others hear that its place is open."""
-
-    def has_turn(self: FrontendStarts, entry: FrontendRequest) -> bool:
-        lifted, self.isolation.lifted = self.isolation.lifted, False
-        found = plain(self, entry)
-        self.isolation.lifted = lifted
-        return found
-
-    plain = FrontendStarts._has_turn
-    monkeypatch.setattr(FrontendStarts, "_has_turn", has_turn)
-
-
 Broken = Callable[[pytest.MonkeyPatch], None]
 RECOVERY = (
     *(test_recovery_runs.nameless, test_recovery_runs.unforgotten, test_recovery_runs.unanswered),
@@ -147,11 +133,7 @@ SPREAD = (
     test_spread_runs.holding_on,
 )
 TURNS = (test_storms.unbounded, test_storms.kept, test_storms.unawakened, test_storms.overtaking, test_storms.youngest)
-OWN: dict[Broken, int] = {
-    unsorted: 1100,
-    delivered_twice: 0,
-    grasping: 18_900,
-}  # and the seed from which on it is noticed soon
+OWN: dict[Broken, int] = {unsorted: 1100, delivered_twice: 0}  # and the seed from which on it is noticed soon
 OTHERS: tuple[Broken, ...] = (
     *(taking, *RECOVERY, *SPREAD, *TURNS),
     *(*test_poison_runs.RULES, *test_moves_by_other_rules.BROKEN),
