@@ -79,6 +79,7 @@ FOUND = {
     5317: "who was to run alone, and could be held by no prefill any more, waited for ever for an encoder",
     2940: "a channel that was cut twice lost a message and not those behind it, in this world alone",
     18_907: "one that ran alone no more took its turn ahead of an older one that had waited for its place",
+    10_733: "one that waited for a turn and was to run alone was sent a second time as its turn came",
     6561: "the check took the present attempt of a request for one that an instance had been told to forget",
     1108: "one whose pause was over at the same moment as an older one's went ahead of it",
 }

@@ -18,6 +18,7 @@ from trinity.core import frontend, frontend_starts
 from trinity.core.failure_policy import FailurePolicy
 from trinity.core.frontend import Abort, FrontendCore
 from trinity.core.frontend_events import Prepare, Prepared
+from trinity.core.frontend_request import Life
 from trinity.core.messages import NOWHERE, Finished, PeerDown, PeerEmpty, Submit, Tick, Value
 from trinity.core.turns import Turns
 from trinity.errors import ConfigError
@@ -113,6 +114,21 @@ def test_one_that_runs_alone_no_more_takes_no_turn_ahead_of_older_ones_that_wait
     assert core.retries.waiting == {"b": 2}
     out = brief(core.handle(emit("a~1.1", 1, (0, 5)), 5.0))
     assert out == ["deliver a#0=5", "E0: submit b~2.2"]
+
+
+def test_one_that_waits_for_a_turn_and_is_to_run_alone_then_waits_for_no_turn() -> None:
+    """Its turn came while it ran, and the same life was sent a second time."""
+    core = with_four(retry_floor=1, deaths=3, alone_after=2)
+    back(core)
+    assert core.retries.waiting == {"b": 2, "c": 3, "d": 4}
+    entry = core.entries["b"]
+    entry.leave_behind({Life("D0", 0): False}, 2.5)
+    core.handle(PeerDown("D0"), 2.5)
+    core.handle(replace(peer_up("D0"), epoch=1), 2.6)
+    assert entry.is_suspect(core.failures)
+    core._try_again(entry, 2.7)
+    assert core.isolation.ward == "b"
+    assert "b" not in core.retries.waiting
 
 
 def unread(name: str, attempt: int) -> Finished:

@@ -109,6 +109,7 @@ class FrontendStarts(ABC):
         if not alone:
             self.isolation.lift(entry)
             return True
+        self.retries.leave(entry.id)  # it waits for its place: a turn that came later would send it once more
         apart = self.isolation.admits(entry, now)
         self._tell(self.router.peers)
         return apart
