@@ -168,7 +168,7 @@ def test_features_that_have_gone_meanwhile_are_encoded_after_all() -> None:
     asked = work("s", 1, "fox*8")
     commands = core.handle(Submit(asked, ("pixels",)), 1.0)
     assert brief(commands) == ["E0: submit s"]
-    assert sent(commands, Submit) == [Submit(asked, ("pixels",), ("P0",), target_epoch=0)]
+    assert sent(commands, Submit) == [Submit(asked, ("pixels",), ("P0",), target_epoch=0, spans={"encode_queue": 0.0})]
     assert not sent(commands, Moved), "its target will say so"
     assert core.idle()
     table(core, [(Cancel("s"), ["E0: cancel s"]), (Forget("s"), []), (Cancel("s"), [])])

@@ -183,6 +183,19 @@ async def test_pixels_that_nobody_can_read_again_end_it() -> None:
             await read(made)
 
 
+async def test_scores_are_there_whatever_was_told_of_the_request() -> None:
+    """One with an image as an object is told of by its work alone, which says that scores were asked for."""
+    note = RequestNote(request=b"", session="", clipped=False, emulated=True, stop=())
+    sent = replace(opening(), note=msgspec.msgpack.encode(note))
+    sent = replace(sent, work=replace(sent.work, sampling=replace(sent.work.sampling, logprobs=2)))
+    async with adopting() as made:
+        made.take("life", told(sent))
+        made.lose("life", "it was killed")
+        async with Resumption(made, "r", 9, 1.0) as tokens:
+            assert [token.id async for token in tokens] == right(ASKED)[10:]
+        assert len(tokens.output.logprobs) == len(tokens.output.top_logprobs) == len(right(ASKED))
+
+
 async def test_a_stop_string_among_the_known_tokens_ends_it() -> None:
     stop = f"<{right(ASKED)[5]}>"
     asked = replace(ASKED, sampling=Sampling(stop=(stop,)))
@@ -217,10 +230,11 @@ async def test_a_pipeline_that_closes_ends_readers_that_wait() -> None:
 
 def test_who_serves_something_else_is_no_buddy() -> None:
     made = Adoptions.__new__(Adoptions)
-    made._same = ("a model", ("D0", "EP0"))
+    made._own = replace(START, life="own")
     assert made.refuse(START) == ""
     assert made.refuse(replace(START, instances=("D0", "X0"))) == ""
-    assert "another model" in made.refuse(replace(START, model="another"))
+    assert "other weights" in made.refuse(replace(START, model="another"))
+    assert "its own buddy" in made.refuse(made._own), "whatever the address by which it reached itself"
     assert "not on X0" in made.refuse(replace(START, instances=("X0",)))
 
 

@@ -10,7 +10,8 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from msgspec.structs import replace
@@ -22,7 +23,9 @@ from trinity.errors import ChangeRefused, ConfigError, OfferRefused
 from trinity.instance import Instance
 from trinity.memory.cache_config import CacheConfig
 from trinity.pipeline import Pipeline
+from trinity.remote.attached_instances import AttachedInstances
 from trinity.remote.supervisor import ProcessConfig
+from trinity.timeline import Timeline
 
 SECRET = "the secret of two pipelines and of their tests"
 LONG = EmulatedRequest(text_tokens=21, image_tokens=(576,), contents=("cat",), max_tokens=300)
@@ -128,6 +131,17 @@ async def test_who_attaches_needs_a_pipeline_that_serves_and_the_same_instances(
         with pytest.raises(ConfigError, match=r"is EP0 \(EP\), not E0 \(E\)"):
             async with attached(addresses, ("E", "PD")):
                 pass
+
+
+async def test_an_instance_that_comes_back_with_other_weights_is_not_taken() -> None:
+    """A request would go on there with the tokens of another model."""
+    joined: Any = AttachedInstances("frontend:x", cast(Any, None), Timeline(), {}, b"", ProcessConfig())
+    client: Any = SimpleNamespace(name="D0", fingerprint="one")
+    joined._check_model(client)
+    joined._check_model(client)
+    client.fingerprint = "another"
+    with pytest.raises(ConfigError, match=r"D0 serves other weights.*attach anew"):
+        joined._check_model(client)
 
 
 def test_who_attaches_starts_no_instance() -> None:

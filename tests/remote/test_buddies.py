@@ -11,12 +11,15 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+import trinity
 from support.buddy_programs import POOLS, Victim, come_back, listening, make_pipeline, victim
+from support.checkpoint_files import checkpoint
 from support.emulated_pipelines import LIVENESS_S, MODEL, asked, check, right, serve
 from trinity.emulation.model import EmulatedRequest
 from trinity.errors import ClosedError, OfferRefused, ResumeError
 from trinity.pipeline import Pipeline
 from trinity.remote.buddy import Buddy
+from trinity.testing.checkpoints import build_checkpoint
 
 LONG = EmulatedRequest(text_tokens=21, image_tokens=(576,), contents=("cat",), max_tokens=300)
 HERE, ROLES = "remote.test_buddies", ("EP", "D")
@@ -109,6 +112,33 @@ async def _attach(addresses: list[str], journal: str) -> Pipeline:
                 return pipe
             except OfferRefused:
                 await asyncio.sleep(0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+async def test_one_on_other_weights_is_no_buddy(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Of two models whose configurations are equal; it was taken, and went on with tokens of its own."""
+    other = tmp_path / "other"
+    await asyncio.to_thread(build_checkpoint, "llama", other, seed=1)
+    models = (await asyncio.to_thread(checkpoint, "llama"), other, other)
+    with listening(3) as addresses:
+        pipes = [
+            make_pipeline(model, ("PD",), [address], dtype="float32", buddy=terms)
+            for model, address, terms in zip(models, addresses, _terms(tmp_path), strict=True)
+        ]
+        async with pipes[0], pipes[1], pipes[2], asyncio.timeout(LIVENESS_S):
+            while not pipes[2].has_buddy:
+                await asyncio.sleep(0.01)
+            while "other weights" not in caplog.text:
+                await asyncio.sleep(0.01)
+            assert not pipes[0].has_buddy
+            assert len((await pipes[0].complete(trinity.Request("Hello", max_tokens=4))).token_ids) == 4
+
+
+def _terms(tmp_path: Path) -> list[Buddy]:
+    """The second one listens, for the first and the third."""
+    address = f"unix:{tmp_path}/journals"
+    return [Buddy(address), Buddy(listen=address), Buddy(address)]
 
 
 @pytest.mark.slow

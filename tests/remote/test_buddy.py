@@ -254,6 +254,8 @@ async def test_an_address_that_is_taken_is_an_error(address: Address) -> None:
         ({"address": "nowhere"}, "is no address"),
         ({"listen": "tcp:no-port"}, "is no address"),
         ({"address": "unix:/a", "listen": "unix:/a"}, "its own buddy|own buddy"),
+        ({"address": "tcp:10.0.0.1:0"}, "give the port"),
+        ({"listen": "unix:/a\0b"}, "is no address"),
         ({"listen": "unix:/a", "resume_s": 0.0}, "resume_s"),
         ({"listen": "unix:/a", "journal_bytes": -1}, "journal_bytes"),
     ],

@@ -264,7 +264,7 @@ async def test_an_address_in_use_is_a_config_error() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "tcp:", "tcp:host", "tcp:host:port", "tcp:h:99999", "unix:", "http://x", "tcp::80"]
+    "text", ["", "tcp:", "tcp:host", "tcp:host:port", "tcp:h:99999", "unix:", "unix:/a\0b", "http://x", "tcp::80"]
 )
 def test_bad_addresses(text: str) -> None:
     with pytest.raises(ConfigError, match="no address"):

@@ -259,6 +259,35 @@ async def test_a_socket_file_that_was_left_is_taken_over(tmp_path: Path) -> None
     assert path.read_text() == "a file of somebody's"
 
 
+async def test_a_socket_file_on_which_one_listens_is_left_to_it(tmp_path: Path) -> None:
+    where = Address("unix", path=str(tmp_path / "socket"))
+    async with listen(where, SECRET, b"server", echo) as bound:
+        with pytest.raises(ConfigError, match=r"cannot listen.*in use"):
+            async with listen(where, SECRET, b"server", echo):
+                pass
+        await is_served(bound)
+    with socket.socket(socket.AF_UNIX) as full:
+        full.bind(where.path)
+        full.listen(0)
+        waiting = [socket.socket(socket.AF_UNIX) for _ in range(3)]
+        for each in waiting:
+            each.setblocking(False)
+            each.connect_ex(where.path)
+        with pytest.raises(ConfigError, match="in use"):
+            async with listen(where, SECRET, b"server", echo):
+                pass
+        for each in waiting:
+            each.close()
+
+
+async def test_a_socket_file_that_another_program_has_put_there_is_left(tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    async with listen(Address("unix", path=str(path)), SECRET, b"server", echo):
+        path.rename(tmp_path / "kept")  # so that its number is not given again
+        path.write_text("another's")
+    assert path.read_text() == "another's"
+
+
 def test_refusals_are_counted_once_there_are_many(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -85,7 +85,11 @@ class JournalKept(Value, frozen=True):
 
 
 class JournalStart(Value, frozen=True):
-    """Front end to its buddy, first: its ``life``, a draw that no other has, and what it serves on (``instances``)."""
+    """Front end to its buddy, first: its ``life``, a draw that no other has, and what it serves on (``instances``).
+
+    ``model``: the fingerprint of what its instances have loaded, weights and precision included: with others a request
+    would go on with other tokens.
+    """
 
     life: str
     model: str

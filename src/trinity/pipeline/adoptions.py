@@ -111,7 +111,7 @@ class Adoptions:
     def __init__(self, host: FrontendHost) -> None:
         self._host = host
         self._resume_s, self._keeper = 0.0, JournalKeeper(0)
-        self._same: tuple[str, tuple[str, ...]] = ("", ())
+        self._own = JournalStart("", "", ())
         self._listener: JournalListener | None = None
         self._adopted: dict[str, AdoptedStream] = {}
         self._changed = asyncio.Event()
@@ -125,7 +125,7 @@ class Adoptions:
 
     async def start(self, buddy: Buddy, start: JournalStart, secret: bytes, config: ProcessConfig) -> None:
         """Take journals, if this pipeline is to. Raises ``ConfigError`` where it cannot listen."""
-        self._same = (start.model, start.instances)
+        self._own = start
         if buddy.listen is not None:
             self._resume_s = buddy.resume_s
             self._keeper = JournalKeeper(buddy.journal_bytes, buddy.resume_s)
@@ -150,11 +150,12 @@ class Adoptions:
     # ---------------------------------------------------------------- journals come in
 
     def refuse(self, start: JournalStart) -> str:
-        model, instances = self._same
-        if start.model != model:
-            return f"this pipeline serves another model ({model}, not {start.model}): name a buddy with the same one"
-        if not set(start.instances) & set(instances):
-            own, theirs = ", ".join(instances), ", ".join(start.instances)
+        if start.life == self._own.life:
+            return "this pipeline would be its own buddy: name the address of another one"
+        if start.model != self._own.model:
+            return "this pipeline serves another model, or other weights: name a buddy on the same instances"
+        if not set(start.instances) & set(self._own.instances):
+            own, theirs = ", ".join(self._own.instances), ", ".join(start.instances)
             return f"this pipeline serves on {own}, and not on {theirs}: a buddy has the same instances"
         return ""
 

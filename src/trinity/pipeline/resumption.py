@@ -9,8 +9,7 @@ from trinity.errors.arguments import Number, check_value
 from trinity.instance import Instance
 from trinity.pipeline.adoptions import WITHIN_S, Adoptions, Resumption
 from trinity.pipeline.frontend_host import FrontendHost
-from trinity.remote import supervisor
-from trinity.runtime import loader
+from trinity.remote import instance_processes, supervisor
 
 
 class Resumable:
@@ -20,7 +19,7 @@ class Resumable:
     _frontend: FrontendHost
     _process_config: supervisor.ProcessConfig
     _secret: bytes | None
-    _serving_config: loader.ServingConfig
+    _processes: instance_processes.InstanceSupervisor | None
     _adoptions: Adoptions | None = None
 
     @property
@@ -55,10 +54,11 @@ class Resumable:
     async def _begin_journals(self) -> None:
         """Take journals of others, and keep one with the buddy, as far as there are to be any."""
         config, buddy = self._process_config, self._process_config.buddy
-        if buddy is None or self._secret is None:
+        if buddy is None or self._secret is None or self._processes is None:
             return
         names = tuple(sorted(each.name for each in self.instances))
-        start = JournalStart(secrets.token_hex(8), loader.config_digest(self._serving_config.model), names)
+        model = next(each.fingerprint for each in self._processes.members.values())  # theirs is one
+        start = JournalStart(secrets.token_hex(8), model, names)
         self._adoptions = Adoptions(self._frontend)
         await self._adoptions.start(buddy, start, self._secret, config)
         self._frontend.journal.start(buddy, self._frontend.core.name, start, self._secret, config.tls)

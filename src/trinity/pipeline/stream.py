@@ -314,7 +314,8 @@ class Stream:
     def _make_output(self, event: End) -> Output:
         finished = event.finished
         work = self.processed.work if self.processed is not None else None
-        times, asked = self.token_times, self.request.sampling.logprobs is not None
+        times = self.token_times
+        asked = work is not None and work.sampling.logprobs is not None  # one that was adopted has its work for certain
         return Output(
             request_id=self.request.request_id,
             text="".join(self._pieces),

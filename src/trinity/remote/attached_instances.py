@@ -93,6 +93,7 @@ class AttachedInstances:
         self._watcher, self._timeline, self._config = watcher, timeline, config
         self._addresses, self._secret = dict(addresses), secret or b""
         self._setups: dict[str, Setup] = {}
+        self._model = ""  # fingerprint
         self._lost: dict[str, str] = {}
         self._losses: dict[str, int] = {}
         self._watched = False
@@ -150,10 +151,20 @@ class AttachedInstances:
         client = FellowClient(self._setups[name], self._watcher, self._timeline, self._hear)
         try:
             await client.join_in(place, self._secret, self.owner)
+            self._check_model(client)
         except BaseException:
             client.cut()
             raise
         return client
+
+    def _check_model(self, client: FellowClient) -> None:
+        """Raise ``ConfigError`` for another model than that of the others: requests would go on with its tokens."""
+        self._model = self._model or client.fingerprint
+        if client.fingerprint != self._model:
+            raise ConfigError(
+                f"instance {client.name} serves other weights than this pipeline began with: close this pipeline, and "
+                "attach anew"
+            )
 
     def _hear(self, event: Event) -> None:
         if isinstance(event, Lost):

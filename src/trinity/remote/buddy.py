@@ -51,6 +51,8 @@ class Buddy:
             raise ConfigError("a Buddy needs an address=, where one listens, or listen=, or both")
         for each in self.addresses:
             Address.parse(each)
+        if self.address is not None and Address.parse(self.address).is_any:
+            raise ConfigError(f"{self.address} is no place to go to: give the port at which the buddy listens")
         if self.address == self.listen:
             raise ConfigError(f"{self.address} is to be this pipeline's own buddy; name another one's listen= address")
 

@@ -47,13 +47,18 @@ class Address:
     def parse(cls, text: str) -> Address:
         """Parse an address. Raises ``ConfigError`` if ``text`` is not one."""
         scheme, _, rest = text.partition(":")
-        if scheme == "unix" and rest:
+        if scheme == "unix" and rest and "\0" not in rest:
             return cls("unix", path=rest)
         host, _, port = rest.rpartition(":")
         host = host.strip("[]")
         if scheme == "tcp" and _is_host(host) and _is_port(port):
             return cls("tcp", host=host, port=int(port))
         raise ConfigError(f"{text!r:.200} is no address: write unix:/path/to/socket or tcp:host:port")
+
+    @property
+    def is_any(self) -> bool:
+        """True of a port that is still to be chosen."""
+        return self.scheme == "tcp" and not self.port
 
     def __str__(self) -> str:
         return f"unix:{self.path}" if self.scheme == "unix" else f"tcp:{self.host}:{self.port}"

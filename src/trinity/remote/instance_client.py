@@ -146,6 +146,12 @@ class InstanceClient:
                 self._watcher.send_to_frontend([*end_requests(requests_of(event), error, (self.name,))])
 
     @property
+    def fingerprint(self) -> str:
+        """Digest of the model that it has loaded, weights and precision included; it must have started."""
+        assert self.started is not None
+        return self.started.hello.fingerprint
+
+    @property
     def alive(self) -> bool:
         """True from its start until its loss."""
         return self.started is not None and not self._loss

@@ -203,22 +203,39 @@ async def listen(
     bound = address
     if address.scheme == "tcp":
         bound = Address("tcp", host=address.host, port=sockets[0].getsockname()[1])
+    file = os.stat(address.path).st_ino if address.scheme == "unix" else 0
     listener = Listener(bound, sockets, secret, hello, serve, context)
     try:
         yield bound
     finally:
         await listener.aclose()
-        if address.scheme == "unix":
+        if file:
             with suppress(OSError):
-                os.unlink(address.path)
+                if os.stat(address.path).st_ino == file:  # and not one that was put in its place
+                    os.unlink(address.path)
 
 
 def _bind_unix(path: str) -> list[socket.socket]:
-    """Listen on a socket file, in place of one that is there."""
+    """Listen on a socket file, in place of one that a program has left. Raises ``OSError`` where one listens on it."""
     with suppress(FileNotFoundError):
         if stat.S_ISSOCK(os.stat(path).st_mode):
+            if _is_listened_on(path):
+                raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE), path)
             os.unlink(path)
     return [_listen(socket.AF_UNIX, path)]
+
+
+def _is_listened_on(path: str) -> bool:
+    """Tell a socket file of a program that listens from one that was left; one whose backlog is full listens."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as trying:
+        trying.setblocking(False)
+        try:
+            trying.connect(path)
+        except (ConnectionRefusedError, FileNotFoundError):
+            return False
+        except OSError:
+            return True
+        return True
 
 
 async def _bind_tcp(address: Address) -> list[socket.socket]:
