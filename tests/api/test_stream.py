@@ -10,7 +10,7 @@ import pytest
 
 from support.emulated_pipelines import MODEL, POOLS, asked, check, serve
 from trinity.core.frontend import Abort, Deliver, End
-from trinity.core.messages import Failure, Finished, Sampled, Value, Work
+from trinity.core.messages import Failure, Finished, ResolvedSampling, Sampled, Value, Work
 from trinity.errors import ClosedError, DeadlineExceeded, MigrationError, PeerLost, RequestError, TrinityError
 from trinity.memory.cache_config import CacheConfig
 from trinity.metrics import SPANS
@@ -29,7 +29,8 @@ class Desk:
         self.over: list[Stream] = []
 
     async def submit(self, stream: Stream) -> None:
-        work = Work(request=stream.request.request_id, prompt=(1, 2, 3), max_tokens=5)
+        resolved = ResolvedSampling(logprobs=stream.request.sampling.logprobs)
+        work = Work(request=stream.request.request_id, prompt=(1, 2, 3), max_tokens=5, sampling=resolved)
         processed = ProcessedRequest(work, clipped=True, stop=tuple(stream.request.sampling.stop or ()))
         stream.begin(processed, lambda stop: Letters(stop))  # type: ignore[arg-type, return-value]
 
