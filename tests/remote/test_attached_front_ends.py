@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
-import os
 import signal
 import subprocess
 import sys
@@ -17,6 +15,7 @@ import pytest
 from msgspec.structs import replace
 
 from support import paths
+from support.buddy_programs import SECRET, listening
 from support.emulated_pipelines import LIVENESS_S, MODEL, POOLS, asked, check, right, serve
 from trinity.emulation.model import EmulatedRequest
 from trinity.errors import ChangeRefused, ConfigError, OfferRefused
@@ -27,7 +26,6 @@ from trinity.remote.attached_instances import AttachedInstances
 from trinity.remote.supervisor import ProcessConfig
 from trinity.timeline import Timeline
 
-SECRET = "the secret of two pipelines and of their tests"
 LONG = EmulatedRequest(text_tokens=21, image_tokens=(576,), contents=("cat",), max_tokens=300)
 FELLOW = """
 import asyncio, sys
@@ -46,17 +44,8 @@ asyncio.run(main())
 @pytest.fixture
 def addresses() -> Iterator[list[str]]:
     """Where two instances listen, that serve one pipeline after another."""
-    command = [sys.executable, "-m", "trinity.instance", "--listen", "tcp:127.0.0.1:0"]
-    environment = os.environ | {"TRINITY_SECRET": SECRET}
-    running = [subprocess.Popen(command, stdout=subprocess.PIPE, env=environment, text=True) for _ in range(2)]
-    try:
-        yield [json.loads(each.stdout.readline())["listening"] for each in running if each.stdout is not None]
-    finally:
-        for each in running:
-            each.kill()
-            each.wait()
-            if each.stdout is not None:
-                each.stdout.close()
+    with listening(2) as found:
+        yield found
 
 
 def instances(addresses: list[str], roles: tuple[str, str] = ("EP", "D")) -> list[Instance]:
