@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from support.emulated_pipelines import MODEL, POOLS, asked, check, serve
+from support.made_tokenizers import cases, tokenizer
 from trinity.core.frontend import Abort, Deliver, End
 from trinity.core.messages import Failure, Finished, ResolvedSampling, Sampled, Value, Work
 from trinity.errors import ClosedError, DeadlineExceeded, MigrationError, PeerLost, RequestError, TrinityError
@@ -16,15 +20,17 @@ from trinity.memory.cache_config import CacheConfig
 from trinity.metrics import SPANS
 from trinity.pipeline import Pipeline
 from trinity.pipeline.stream import DECODED_AT_ONCE, Stream, make_error
+from trinity.preprocess.detokenizer import TextStream
 from trinity.preprocess.processor import ProcessedRequest
-from trinity.request import Request, Sampling, Token
+from trinity.request import Output, Request, Sampling, Token
 from trinity.traces.trace import SLO
 
 
 class Desk:
     """Stands in for the pipeline."""
 
-    def __init__(self) -> None:
+    def __init__(self, make_text: Callable[[tuple[str, ...]], Any] | None = None) -> None:
+        self.make_text = make_text or Letters
         self.posted: list[Value] = []
         self.over: list[Stream] = []
 
@@ -32,7 +38,7 @@ class Desk:
         resolved = ResolvedSampling(logprobs=stream.request.sampling.logprobs)
         work = Work(request=stream.request.request_id, prompt=(1, 2, 3), max_tokens=5, sampling=resolved)
         processed = ProcessedRequest(work, clipped=True, stop=tuple(stream.request.sampling.stop or ()))
-        stream.begin(processed, lambda stop: Letters(stop))  # type: ignore[arg-type, return-value]
+        stream.begin(processed, self.make_text)  # type: ignore[arg-type]
 
     def post(self, event: Value) -> None:
         self.posted.append(event)
@@ -44,6 +50,17 @@ class Desk:
 
     def find_place(self, request_id: str) -> str:
         return "" if self.over else "P"
+
+
+class Reading:
+    """Reads what there is to read of a stream, now and then."""
+
+    def __init__(self, stream: Stream) -> None:
+        self.stream, self.found = stream, list[Token]()
+
+    def read(self) -> None:
+        self.found += self.stream._tokens
+        self.stream._tokens.clear()
 
 
 class Letters:
@@ -62,6 +79,10 @@ class Letters:
             return ""
         text, self.held = self.held + letter, ""
         return text if letter else ""
+
+    @property
+    def holds(self) -> bool:
+        return bool(self.held)
 
     @property
     def has_stops(self) -> bool:
@@ -274,6 +295,33 @@ async def test_text_held_back_is_not_lost(tokens: tuple[int, ...], texts: list[s
     assert [token.text for token in found] == texts
     assert [token.index for token in found] == list(range(len(tokens)))
     assert "".join(texts) == stream.output.text
+
+
+@settings(max_examples=300)
+@given(cases, st.lists(st.text("thecat s\ufffdé你", min_size=1, max_size=5), max_size=2), st.data())
+def test_a_reader_that_is_ahead_gets_the_whole_text(
+    case: tuple[str, list[int]], stop: list[str], data: st.DataObject
+) -> None:
+    """Token by token, whenever it reads: also the rest of a character of which a token had the beginning."""
+    name, ids = case
+
+    async def read_all() -> tuple[list[Token], Output]:
+        stream = Stream(
+            Desk(lambda stop: TextStream(tokenizer(name), stop)), Request("", sampling=Sampling(stop=tuple(stop)))
+        )
+        await stream.__aenter__()
+        reading = Reading(stream)
+        for index, token in enumerate(ids):
+            stream.deliver(Deliver("r", index, Sampled(token)), 0.0)
+            if data.draw(st.booleans()):
+                reading.read()
+        stream.end(End("r", "length"))
+        reading.read()
+        return reading.found, stream.output
+
+    found, output = asyncio.run(read_all())
+    assert "".join(token.text for token in found) == output.text
+    assert [token.id for token in found] == output.token_ids
 
 
 async def test_leaving_cancels_unless_it_has_ended() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -23,6 +24,8 @@ from trinity.pipeline.adoptions import Adoptions, Resumption
 from trinity.pipeline.journal import RequestJournal, RequestNote, decode_request, encode_request
 from trinity.pipeline.stream import Stream
 from trinity.pipeline.sync_pipeline import SyncPipeline
+from trinity.remote.buddy import Buddy
+from trinity.remote.supervisor import ProcessConfig
 from trinity.request import Media, Request, Sampling, check_request
 
 START = JournalStart("life", "a model", ("D0", "EP0"))
@@ -126,6 +129,51 @@ async def test_an_end_that_its_reader_did_not_see_is_told_again() -> None:
         assert [await reason(made, each) for each in "rq"] == ["unknown"] * 2, "nothing is left of them"
         assert not made._adopted
         assert made._host._metrics.requests == counted, "another program has counted it"
+
+
+@asynccontextmanager
+async def adopting_in_turn(tmp_path: Path) -> AsyncIterator[tuple[Adoptions, Adoptions]]:
+    """Two adopters, of which the second one is the buddy of the first, over a channel."""
+    address, secret, config = f"unix:{tmp_path}/journals", b"the secret of two that adopt in turn", ProcessConfig()
+    async with adopting() as first, adopting() as second:
+        second._expiring.cancel()  # type: ignore[union-attr]
+        await second.start(Buddy(listen=address), START, secret, config)
+        journal = first._host.journal
+        journal.start(Buddy(address), "frontend:a", replace(START, life="first"), secret, None)
+        while not journal.reached:
+            await asyncio.sleep(0.01)
+        yield first, second
+        await second.aclose()
+
+
+async def test_what_had_ended_is_told_to_the_next_buddy_too(tmp_path: Path) -> None:
+    """Each way to end: as its reader was told, of two front ends, of pixels that are gone, at a stop string."""
+    failed = Closing("failed", "deadline", Failure("DeadlineExceeded", "it took too long"))
+    note = RequestNote(request=b"", session="", clipped=False, emulated=False, stop=())
+    given = [opening(replace(ASKED, request_id=key)) for key in ("whole", "failed", "open")]
+    given += [opening(replace(ASKED, request_id="poison"), adoptions=MOST_ADOPTIONS)]
+    given += [replace(opening(replace(ASKED, request_id="gone"), unread=True), note=msgspec.msgpack.encode(note))]
+    given += [opening(replace(ASKED, request_id="stopped", sampling=Sampling(stop=(f"<{right(ASKED)[5]}>",))))]
+    async with adopting_in_turn(tmp_path) as (first, second):
+        first.take("life", told(*given, known=40, closings=(Closing("whole", "length"), failed)))
+        first.lose("life", "it was killed")
+        keeper = second._keeper
+        while sum(each.closing is not None for each in keeper.lives.get("first", {}).values()) < len(given) - 1:
+            await asyncio.sleep(0.01)
+        assert {each.opening.reader for each in keeper.lives["first"].values()} == {each.reader for each in given}
+        first._host.journal._sender._channel.abort()  # type: ignore[union-attr]
+        while keeper.lives:
+            await asyncio.sleep(0.01)
+        assert await read(second, "whole", after=30) == right(ASKED)[31:]
+        assert await read(second, "open", after=2) == right(ASKED)[3:]
+        assert await read(second, "stopped", after=2) == right(ASKED)[3:6]
+        for key, kind, why in (
+            ("failed", DeadlineExceeded, "it took too long"),
+            ("poison", PoisonRequest, "two programs died"),
+            ("gone", BadMedia, "given as objects"),
+        ):
+            with pytest.raises(kind, match=why):
+                await read(second, key)
 
 
 async def test_requests_whose_readers_stay_away_end() -> None:

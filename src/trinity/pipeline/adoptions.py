@@ -199,17 +199,10 @@ class Adoptions:
         processed = ProcessedRequest(work, (), note.clipped, note.emulated, note.stop)
         self._adopted[key] = self._host.streams[key] = stream
         self._feed(stream, processed, kept)
-        if kept.closing is not None:
-            stream.over = True
-            stream.end(End(key, kept.closing.reason, kept.closing.failure))
-        elif failure is not None:
-            stream.end(End(key, "error", failure))
-        elif stream.stopped:
-            stream.end(End(key, "stop"))
-        elif not stream.done:  # as one whose tokens cannot be decoded is
-            task = asyncio.create_task(self._begin(stream, processed, kept), name=key)
-            self._beginning.add(task)
-            task.add_done_callback(self._beginning.discard)
+        stream.over = kept.closing is not None
+        task = asyncio.create_task(self._go_on(stream, processed, kept, _find_end(key, kept, failure)), name=key)
+        self._beginning.add(task)
+        task.add_done_callback(self._beginning.discard)
 
     def _feed(self, stream: AdoptedStream, processed: ProcessedRequest, kept: Kept) -> None:
         """Give it the tokens that are known, as if they came now."""
@@ -219,13 +212,19 @@ class Adoptions:
         for index, sampled in enumerate(kept.sampled):
             stream.deliver(Deliver(stream.request.request_id, index, sampled), now)
 
-    async def _begin(self, stream: AdoptedStream, processed: ProcessedRequest, kept: Kept) -> None:
-        """Go on with it, once this pipeline's own buddy knows of it."""
+    async def _go_on(self, stream: AdoptedStream, processed: ProcessedRequest, kept: Kept, end: End | None) -> None:
+        """Go on with it, or end it, once this pipeline's own buddy knows of it: readers may come back to that one."""
         opening, key = kept.opening, stream.request.request_id
         told = msgspec.structs.replace(processed, inputs=opening.inputs)
         outlived = opening.adoptions + 1
         await self._host.journal.note(stream, told, reader=opening.reader, given=stream.given, adoptions=outlived)
-        if not stream.done:
+        if stream.stopped:
+            end = end or End(key, "stop")
+        if end is not None:
+            stream.end(end)
+        if stream.done:  # also as one whose tokens cannot be decoded is
+            self._host.journal.end(stream)
+        else:
             self._host.post(kept.make_adoption(key, time.monotonic()))
 
     # ---------------------------------------------------------------- readers come back
@@ -314,3 +313,10 @@ class Adoptions:
 
     async def move(self, request_id: str, to: str, within_s: float) -> None:
         await self._host.move(request_id, to, within_s)
+
+
+def _find_end(key: str, kept: Kept, failure: Failure | None) -> End | None:
+    """Tell how a request ends, or has ended; None where it goes on."""
+    if kept.closing is not None:
+        return End(key, kept.closing.reason, kept.closing.failure)
+    return End(key, "error", failure) if failure is not None else None

@@ -258,15 +258,15 @@ class Stream:
         assert self._text is not None
         if self._held is not None:
             self._release("")
-        if self._text.stopped or token.text:
+        if self._text.stopped or (token.text and not self._text.holds):
             self._put(token)
         else:
-            self._held = token  # its text, if it has any, is released with it
+            self._held = token  # the rest of its text, if it has any, is released with it
 
     def _release(self, text: str) -> None:
         if self._held is not None:
             held, self._held = self._held, None
-            self._put(Token(held.id, text, held.index, held.logprob, held.top_logprobs))
+            self._put(Token(held.id, held.text + text, held.index, held.logprob, held.top_logprobs))
 
     def _put(self, token: Token) -> None:
         self._tokens.append(token)
@@ -305,10 +305,6 @@ class Stream:
         self._decode_rest()
         rest = self._decode(self._text.finish) if self._text is not None else ""
         self._pieces.append(rest)
-        if rest and self._held is None and self._tokens:
-            last = self._tokens.pop()
-            self._held = Token(last.id, last.text + rest, last.index, last.logprob, last.top_logprobs)
-            rest = self._held.text
         self._release(rest)
 
     def _make_output(self, event: End) -> Output:

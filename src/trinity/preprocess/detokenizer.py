@@ -86,12 +86,18 @@ class TextStream:
         self._window = list(islice(visible, _KEEP))[::-1]
         self._shown = len(self._decode().rstrip(_INCOMPLETE))
         self._pending = ""
+        self._undecided = False  # the window's text has an end that is not shown
         self.stopped = False
 
     @property
     def has_stops(self) -> bool:
         """True where a token may end the text."""
         return bool(self._stop)
+
+    @property
+    def holds(self) -> bool:
+        """True while text of the tokens that came is held back: the next one or the end releases it."""
+        return self._undecided or bool(self._pending)
 
     def push(self, token_id: int) -> str:
         """Add a token. Returns the text to release now: "" if nothing is certain yet, or after a stop string."""
@@ -100,6 +106,7 @@ class TextStream:
             return ""
         self._window.append(token_id)
         if byte:
+            self._undecided = True
             return ""
         return self._release(self._take_final()) if self._stop else self._take_final()
 
@@ -111,12 +118,14 @@ class TextStream:
         self._window += visible
         ended = [self._known.byte_tokens[each] for each in visible]
         if False not in ended:  # all are bytes of a run that may go on
+            self._undecided = self._undecided or bool(ended)
             return ""
         run = ended[::-1].index(False)  # bytes at the end, whose run may go on
         held = self._window[len(self._window) - run :]
         del self._window[len(self._window) - run :]
         text = self._take_final()
         self._window += held
+        self._undecided = self._undecided or bool(held)
         return text
 
     def finish(self) -> str:
@@ -137,7 +146,7 @@ class TextStream:
         text = self._decode()
         final = _final_length(text)
         new = text[self._shown : final]
-        self._shown = final
+        self._shown, self._undecided = final, final < len(text)
         if len(self._window) >= 2 * _KEEP:
             # The first character may now decode differently, but it has been shown and is never shown again.
             self._window = self._window[-_KEEP:]
