@@ -10,10 +10,12 @@ from weakref import ref
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from support.made_tokenizers import NAMES, byte_level, cases, decoded_byte, metaspace, tokenizer
-from trinity.preprocess.detokenizer import TextStream, _backend_decode
+from trinity.preprocess.detokenizer import TextStream
+from trinity.preprocess.token_text import BYTE_OF, backend_decode, find_bytes
 
 
 def run(stream: TextStream, ids: Sequence[int]) -> str:
@@ -107,10 +109,23 @@ def pushes(stream: TextStream, tokens: list[str]) -> list[str]:
     return [stream.push(token) for token in tokenizer("byte_level").convert_tokens_to_ids(tokens)]
 
 
-def test_complete_characters_come_at_once_and_incomplete_ones_wait() -> None:
-    stream = TextStream(tokenizer("byte_level"))
+@pytest.mark.parametrize(("name", "invalid"), [("byte_level", ["\ufffd", "c"]), ("windowed", ["", "\ufffdc"])])
+def test_complete_characters_come_at_once_and_incomplete_ones_wait(name: str, invalid: list[str]) -> None:
+    """A byte that begins no character is known to be none, where bytes are seen; in a window it looks like others."""
+    stream = TextStream(tokenizer(name))
     tokens = ["a", *(decoded_byte(b) for b in "你".encode()), "b", decoded_byte(0x80), "c"]
-    assert pushes(stream, tokens) == ["a", "", "", "你", "b", "", "\ufffdc"]
+    assert pushes(stream, tokens) == ["a", "", "", "你", "b", *invalid]
+
+
+def test_tokens_are_looked_up_where_each_is_bytes_of_its_own() -> None:
+    for name in NAMES:
+        assert (find_bytes(tokenizer(name)) is not None) is (name == "byte_level")
+    known, read = tokenizer("byte_level"), find_bytes(tokenizer("byte_level"))
+    assert read is not None
+    ids = known.convert_tokens_to_ids(["Ġthe", "</s>", "<think> é", decoded_byte(0x80)])
+    assert list(map(read, ids)) == [b" the", b"</s>", "<think> é".encode(), b"\x80"]
+    assert read(len(known) + 3) == b""
+    assert sorted(BYTE_OF) == sorted(pre_tokenizers.ByteLevel.alphabet())
 
 
 def test_bytes_that_fall_back_wait_for_the_end_of_their_run() -> None:
@@ -221,10 +236,10 @@ def test_special_ids_are_read_once_per_tokenizer(monkeypatch: pytest.MonkeyPatch
     assert run(TextStream(known), [known.eos_token_id, 40]) == known.decode([40])
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ["byte_level", "fallback", "metaspace"])
 def test_the_backend_decodes_where_transformers_only_passes_it_on(name: str) -> None:
     known = tokenizer(name)
-    direct = _backend_decode(known)
+    direct = backend_decode(known)
     assert direct is not None
     for ids in ([5, 6, 7], [len(known) - 4, 5, len(known) + 2], []):
         assert direct(ids) == known.decode(ids, skip_special_tokens=True)
@@ -239,11 +254,11 @@ def test_a_tokenizer_that_does_more_decodes_itself() -> None:
     own = make(tokenizer_object=tokenizer("byte_level").backend_tokenizer, clean_up_tokenization_spaces=False)
     ids = own.encode("the cat")
     assert run(TextStream(own), ids) == "THE CAT"
-    assert _backend_decode(own) is None
-    assert _backend_decode(Counting(own)) is None
+    assert backend_decode(own) is None
+    assert backend_decode(Counting(own)) is None
     make = PreTrainedTokenizerFast
     tidy = make(tokenizer_object=tokenizer("metaspace").backend_tokenizer, clean_up_tokenization_spaces=True)
-    assert _backend_decode(tidy) is None
+    assert backend_decode(tidy) is None
 
 
 @pytest.mark.parametrize("wrapped", [False, True])

@@ -41,6 +41,19 @@ def fallback() -> Any:
     return finished(backend)
 
 
+class Windowed(PreTrainedTokenizerFast):
+    """One that may do anything as it decodes, so that nothing is known of its tokens by themselves."""
+
+    def decode(self, token_ids: Any, skip_special_tokens: bool = False, **rest: Any) -> Any:
+        return super().decode(token_ids, skip_special_tokens=skip_special_tokens, **rest)
+
+
+def windowed() -> Any:
+    make: Any = Windowed
+    backend = byte_level().backend_tokenizer
+    return make(tokenizer_object=backend, eos_token="</s>", clean_up_tokenization_spaces=False)
+
+
 def metaspace() -> Any:
     backend = Tokenizer(models.Unigram())
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
@@ -51,10 +64,11 @@ def metaspace() -> Any:
 
 @cache
 def tokenizer(name: str) -> Any:
-    return {"byte_level": byte_level, "fallback": fallback, "metaspace": metaspace}[name]()
+    makers = {"byte_level": byte_level, "windowed": windowed, "fallback": fallback, "metaspace": metaspace}
+    return makers[name]()
 
 
-NAMES = ["byte_level", "fallback", "metaspace"]
+NAMES = ["byte_level", "windowed", "fallback", "metaspace"]
 
 
 def ids_of(name: str) -> st.SearchStrategy[list[int]]:

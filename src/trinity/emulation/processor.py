@@ -28,6 +28,11 @@ class EmulatedTokenizer:
     def convert_ids_to_tokens(self, ids: int) -> str:
         return f"<{ids}>"
 
+    @staticmethod
+    def bytes_of(token_id: int) -> bytes:
+        """Return the text of a token, which is its own whatever stands beside it."""
+        return b"<%d>" % token_id
+
 
 class EmulatedProcessor(RequestProcessor):
     """Processor of an emulated model's ``EmulatedRequest``s; nothing here blocks."""

@@ -147,13 +147,13 @@ class Stream:
                 if self._error is not None:
                     raise self._error
                 return
-            await self._wait_change()
+            await self._expect_change()
 
-    async def _wait_change(self) -> None:
-        """Wait until something may be read, or the request has ended. All that come in one go wake a reader once."""
-        waiter = asyncio.get_running_loop().create_future()
+    def _expect_change(self) -> asyncio.Future[None]:
+        """Return what is done once something may be read, or the request has ended. What comes at once wakes once."""
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiters.append(waiter)
-        await waiter
+        return waiter
 
     def _wake(self) -> None:
         for waiter in self._waiters:
@@ -165,7 +165,7 @@ class Stream:
         """Wait until the first token has come or the request has ended; nothing is read by it."""
         aiter(self)
         while not self._sampled and not self.done:
-            await self._wait_change()
+            await self._expect_change()
 
     async def next_tokens(self) -> list[Token]:
         """Wait for the next token, and return all that wait; none at the end. Raises what iterating would."""
@@ -179,7 +179,7 @@ class Stream:
         aiter(self)
         self._unread = True
         while not self.done:
-            await self._wait_change()
+            await self._expect_change()
         self._tokens.clear()
         if self._error is not None:
             raise self._error
@@ -220,7 +220,8 @@ class Stream:
             if len(self._sampled) - self._decoded >= DECODED_AT_ONCE:
                 self._decode_rest()
             return
-        self._decode_rest()
+        if self._decoded < len(self._sampled):
+            self._decode_rest()
         text = self._decode(stream.push, sampled.token)
         self._note(sampled, now)
         self._decoded += 1
