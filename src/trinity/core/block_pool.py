@@ -126,6 +126,15 @@ class BlockPool:
         """True where the block's content can be matched."""
         return block in self._key
 
+    @property
+    def changes(self) -> int:
+        """Count of changes of what can be matched."""
+        return self._changes
+
+    def contents(self) -> dict[int, Key]:
+        """Key of each block that can be matched."""
+        return self._key.copy()
+
     def fits(self, count: int, hits: Iterable[int] = ()) -> bool:
         """True where ``count`` new blocks are available beside the cached blocks ``hits``, which will be held."""
         return count <= self.available - sum(1 for block in hits if block in self._cached)

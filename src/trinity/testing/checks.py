@@ -33,6 +33,7 @@ from trinity.core.messages import (
 )
 from trinity.testing.conversation import Conversation, ends_lease_early
 from trinity.testing.lives import Lives
+from trinity.testing.matchable import Matchable
 from trinity.testing.move_rules import FrontEnds, MoveRules, map_frontends
 from trinity.testing.shadow import Shadow
 from trinity.testing.spare_rules import SpareRules
@@ -62,11 +63,13 @@ def make_checks(
 ) -> Sequence[Observer]:
     """Make every known check for cores that one driver runs; ``lives`` where instances may die there."""
     settings = _SettingsOf(cores)
+    shadow = Shadow(settings, lives.is_deaf) if lives is not None else Shadow(settings)
     return [
         Conversation(cores),
         MoveRules(cores, frontend),
         SpareRules(cores),
-        Shadow(settings, lives.is_deaf) if lives is not None else Shadow(settings),
+        shadow,
+        Matchable(cores, shadow),
         Bookkeeping(cores, frontend),
     ]
 

@@ -176,9 +176,7 @@ class Shadow:
     def _open(self, name: str, opened: Open) -> None:
         key = (name, opened.work.request)
         assert key not in self._rows, f"{key} was opened before"
-        row = self._rows[key] = ShadowRow(opened, list(self._prompt(opened.work)))
-        for token in opened.tokens:
-            row.tags.append(_next(row.tags, token, ()))
+        row = self._rows[key] = ShadowRow(opened, self.text(opened.work, opened.tokens))
         there = row.length + len(opened.tokens) - 1 if opened.tokens and not opened.again else opened.cached
         self._check_kv(name, row, there)
 
@@ -309,6 +307,13 @@ class Shadow:
         assert there == before or event.failure is not None, f"the source of {pull} changed while it ran"
         if event.failure is None:
             target.write(pull.target_blocks, 0, there, pull.layers)
+
+    def text(self, work: Work, tokens: Sequence[int]) -> list[Tag]:
+        """Tag the KV of each position of a prompt and the outputs behind it."""
+        tags = list(self._prompt(work))
+        for token in tokens:
+            tags.append(_next(tags, token, ()))
+        return tags
 
     def _prompt(self, work: Work) -> list[Tag]:
         """Tag the KV of each prompt position by all it depends on: tokens up to it and the media they stand for."""

@@ -10,7 +10,6 @@ from msgspec.structs import replace
 from support.core_tables import brief, done, emptied, holding, image_offer, lost, make_core, sent, table, work
 from trinity.core import InstanceCore
 from trinity.core.failure_policy import FailurePolicy
-from trinity.core.instance import peers as peers_module
 from trinity.core.messages import (
     IMAGE,
     Commit,
@@ -30,6 +29,7 @@ from trinity.core.messages import (
     Submit,
     Work,
 )
+from trinity.core.migration import lost_transfers
 from trinity.testing.lives import Kill
 from trinity.testing.virtual import Durations, VirtualCluster, make_settings
 
@@ -239,5 +239,5 @@ def test_of_two_images_the_one_that_had_come_is_not_encoded_again(at: float, rep
 
 
 def test_unless_nobody_says_that_it_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers_module, "tell_cached", lambda *rest: None)
+    monkeypatch.setattr(lost_transfers, "tell_cached", lambda *rest: None)
     assert count_encodes(0.65, 5.0) == 4

@@ -167,10 +167,14 @@ def release(s: State, state: RequestState, outcome: str) -> None:
 
 
 def drop_all(s: State, state: RequestState) -> None:
-    """Drop every block reference of the request, and close it at the stages."""
+    """Drop every block reference of the request, and close it at the stages.
+
+    Of one that failed the end is evicted first, so that what is left can be matched: it may go on.
+    """
     drop_media(s, state)
     if state.block_table:
-        s.pools[KV].drop(state.block_table)
+        failed = state.ending is not None and state.ending.reason == "error"
+        s.pools[KV].drop(reversed(state.block_table) if failed else state.block_table)
     s.close(state)
 
 

@@ -54,8 +54,8 @@ def report_targets(s: State) -> list[str]:
 
 
 def tell_cached(s: State, state: RequestState) -> None:
-    """Report what is cached here ahead of the news that a request ends here: who has it next need not encode that."""
-    if any(slot.ready for slot in state.media):
+    """Report what is cached here ahead of the news that a request ends here: who has it next need not compute that."""
+    if state.published_blocks or any(slot.ready for slot in state.media):
         load = load_of(s)
         for name in [*followers(s), *s.frontends]:
             s.send(name, load)

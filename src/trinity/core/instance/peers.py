@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from trinity.core.instance.front_ends import lose_frontend
 from trinity.core.instance.helpers import lose_helper
-from trinity.core.instance.lifecycle import end
-from trinity.core.instance.loads import followers, tell_cached
+from trinity.core.instance.loads import followers
 from trinity.core.instance.state import State, failure
 from trinity.core.messages import Gone, PeerDown, PeerLoad, PeerSuspect, PeerUp
 from trinity.core.migration.leases import take_back
+from trinity.core.migration.lost_transfers import end_transfer
 from trinity.core.migration.moves import LOST, finish_copy, give_up
 from trinity.core.migration.remote_features import give_up_fetches, give_up_pulls
 from trinity.core.migration.second_offers import offer_again
@@ -61,10 +61,9 @@ def handle_peer_lost(s: State, event: PeerDown, now: float) -> None:
         if incoming is not None and incoming.offer.source == event.name and not incoming.released:
             if outlive_source(s, state, now):
                 continue
-            tell_cached(s, state)
             fields = {"source": event.name, "target": name, "kind": incoming.offer.kind, "cause": "PeerLost"}
             text = f"instance {event.name} was lost before its {incoming.offer.kind} blocks were here"
-            end(s, state, now, "error", failure("MigrationError", text, **fields))
+            end_transfer(s, state, now, failure("MigrationError", text, **fields))
     for lease in list(s.outgoing.values()):
         if lease.target == event.name:
             if offer_again(s, lease, now):

@@ -15,6 +15,7 @@ from trinity.core.instance.phases import Phase
 from trinity.core.instance.request_state import FEATURES_GONE, REFUSED, UNPULLED, UNTAKEN, Lease, RequestState
 from trinity.core.instance.state import State, failure
 from trinity.core.messages import Failure, Finished, Release, Withdraw
+from trinity.core.migration.lost_transfers import end_transfer
 from trinity.core.migration.moves import LATE, finish_copy, give_up
 from trinity.core.migration.remote_features import encode_after_all, forget_skipped, give_up_fetches
 from trinity.core.migration.source import drop_offer, offer_found
@@ -141,7 +142,7 @@ def _check_source(s: State, state: RequestState, now: float) -> float:
     due = s.lease_end(incoming.since, source)
     if due > now:
         return due
-    end(s, state, now, "error", _silent(s, source, s.settings.name, source, incoming.offer.kind))
+    end_transfer(s, state, now, _silent(s, source, s.settings.name, source, incoming.offer.kind))
     return inf
 
 

@@ -28,6 +28,7 @@ from trinity.core.migration.kv_target import (
     queue_pieces,
     reserve_kv,
 )
+from trinity.core.migration.lost_transfers import end_transfer
 from trinity.core.migration.remote_features import (
     ask_holder,
     finish_fetch,
@@ -106,7 +107,7 @@ def handle_commit(s: State, event: Commit, now: float) -> None:
         end(s, state, now, event.ending)
         return
     if state.incoming.mismatches:
-        end(s, state, now, "error", state.incoming.mismatches[0][1])
+        end_transfer(s, state, now, state.incoming.mismatches[0][1])
         return
     if state.skip_media:
         queue_prefill(s, state, now)  # cached KV covers every image: wait for prefill, which releases or asks
@@ -116,7 +117,7 @@ def handle_commit(s: State, event: Commit, now: float) -> None:
 def handle_withdraw(s: State, event: Withdraw, now: float) -> None:
     state = _state(s, event.id)
     if state is not None:
-        end(s, state, now, "error" if event.failure else "cancelled", event.failure)
+        end_transfer(s, state, now, event.failure) if event.failure else end(s, state, now, "cancelled")
 
 
 def admit_offers(s: State, now: float) -> None:
@@ -197,7 +198,7 @@ def handle_pulled(s: State, event: Pulled, now: float) -> None:
     elif failed is not None and stored:
         give_back_request(s, state, now, state.incoming.lacks)
     elif failed is not None:
-        end(s, state, now, "error", failed)
+        end_transfer(s, state, now, failed)
     else:
         state.incoming.pulled_parts.add(event.part)
         if state.phase is Phase.IMAGE_PULL:
