@@ -58,7 +58,8 @@ def probe(directory: Path, roles: str, images: int) -> dict[str, Any]:
     from trinity.instance import Instance
     from trinity.memory.freed_memory import release_freed_memory
     from trinity.preprocess.processor import RequestProcessor
-    from trinity.runtime.loader import ServingConfig, import_model_classes, load_instances
+    from trinity.runtime.loader import ServingConfig, load_instances
+    from trinity.runtime.model_classes import import_model_classes
     from trinity.runtime.profiler import Probe
 
     torch.set_num_threads(1)

@@ -1,9 +1,10 @@
 """Each ordered pair of roles, switched live under load between processes: seconds of each part of a switch.
 
 A tiny LLaVA in float32, two instances of each role, and clients that ask one request after another all the time: text,
-an image, two images. One instance goes through all six pairs of roles. What is measured is what EPDServe (3.2.4) calls
-offload (until the instance is empty: its decodes move away, its encodes end), migration (its next life has started and
-has weights and pools) and onload (it has met the others). The predicates: beside the drain each switch takes less than
+an image, two images. Two instances go through all six pairs of roles. What is measured is what EPDServe (3.2.4) calls
+offload (until the instance is empty: its decodes move away, its encodes end), migration (its former life has ended and
+the next one has pools) and onload (it has met the others); and the preparation before, in which it serves and its next
+life loads beside it. The predicates: beside the drain each switch takes less than
 0.7 s, as EPDServe says of its own; no request is lost; the tokens of each are those of transformers' generate().
 """
 
@@ -117,8 +118,9 @@ def run(setting: Setting) -> Result:
 
 
 class Parts(NamedTuple):
-    """Median seconds of a pair's switches; ``most``: of the longest one beside its drain."""
+    """Median seconds of a pair's switches; ``most``: of the longest one beside preparation and drain."""
 
+    prepare: float
     drain: float
     migration: float
     onload: float
@@ -126,7 +128,16 @@ class Parts(NamedTuple):
     most: float
 
 
-HEADER = ("transport", "switch", "drain s", "migration s", "onload s", "beside the drain s", "the longest s")
+HEADER = (
+    "transport",
+    "switch",
+    "preparation s",
+    "drain s",
+    "migration s",
+    "onload s",
+    "beside the drain s",
+    "the longest s",
+)
 
 
 def result(found: Sequence[Measured]) -> Result:
@@ -138,7 +149,7 @@ def result(found: Sequence[Measured]) -> Result:
         method=(
             f"A tiny LLaVA in float32, {PLACEMENT} in processes, {CLIENTS} clients that always have a request of "
             f"{LENGTH} tokens. One instance after another goes through each ordered pair of roles. Median of each "
-            "pair's switches; all seconds are wall time."
+            "pair's switches; all seconds are wall time. While its next life is prepared, an instance serves."
         ),
         tables=[Table("Parts of a switch", HEADER, rows)],
         aims=list(aims(found, parts)),
@@ -151,7 +162,8 @@ def result(found: Sequence[Measured]) -> Result:
         values={
             each.way: {
                 "switches": [
-                    [f"{s.former}>{s.roles}", s.drain_s, s.migration_s, s.onload_s, s.emptied] for s in each.switches
+                    [f"{s.former}>{s.roles}", s.drain_s, s.migration_s, s.onload_s, s.emptied, s.prepare_s]
+                    for s in each.switches
                 ],
                 "served": each.served,
                 "wrong": each.wrong,
@@ -166,9 +178,9 @@ def result(found: Sequence[Measured]) -> Result:
 def summed(switches: Sequence[Switch], pair: str) -> Parts:
     """Of the switches from one role to another."""
     of_pair = [each for each in switches if f"{each.former}>{each.roles}" == pair]
-    values = [(each.drain_s, each.migration_s, each.onload_s, each.change_s) for each in of_pair]
-    drain, migration, onload, beside = (median(part) for part in zip(*values, strict=True))
-    return Parts(drain, migration, onload, beside, max(each.change_s for each in of_pair))
+    values = [(each.prepare_s, each.drain_s, each.migration_s, each.onload_s, each.change_s) for each in of_pair]
+    medians = [median(part) for part in zip(*values, strict=True)]
+    return Parts(*medians, most=max(each.change_s for each in of_pair))
 
 
 def aims(found: Sequence[Measured], parts: dict[tuple[str, str], Parts]) -> Iterator[Aim]:

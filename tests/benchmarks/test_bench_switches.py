@@ -16,7 +16,8 @@ from trinity.request import Request
 
 
 def switch(pair: str, change_s: float = 0.5, drain_s: float = 2.0) -> Switch:
-    return Switch("E1", pair[0], pair[2], drain_s, change_s, emptied=True, migration_s=change_s - 0.01)
+    parts = {"migration_s": change_s - 0.01, "prepare_s": 4 * change_s}
+    return Switch("E1", pair[0], pair[2], drain_s, change_s, emptied=True, **parts)
 
 
 def measured(change_s: float = 0.5, wrong: int = 0, lost: int = 0) -> Measured:
@@ -49,7 +50,7 @@ def test_a_slow_switch_a_lost_request_and_a_wrong_token_fall_short(found: Measur
 def test_parts_are_medians_of_a_pair() -> None:
     switches = [switch("E>P", each) for each in (0.1, 0.9, 0.3)] + [switch("P>E", 5.0)]
     parts = summed(switches, "E>P")
-    assert (parts.beside, parts.most, parts.drain) == (0.3, 0.9, 2.0)
+    assert (parts.beside, parts.most, parts.drain, parts.prepare) == (0.3, 0.9, 2.0, 1.2)
     assert parts.migration + parts.onload == pytest.approx(parts.beside)
 
 

@@ -16,6 +16,7 @@ from trinity.costs.pool_sizes import (
     available_memory,
     capacity,
     check_available,
+    fits_beside,
     format_size,
     size_pools,
 )
@@ -283,6 +284,14 @@ def test_more_than_there_is_is_refused() -> None:
         check_available(2048, "the KV pool", 1024)
     with pytest.raises(ConfigError, match="TiB"):
         check_available(1 << 60, "everything")
+
+
+@pytest.mark.parametrize(
+    ("device", "weights", "fits"),
+    [("cpu", 50, True), ("cpu", 51, False), ("cpu:0", 0, True), ("cuda", 1, False), ("cuda:1", 0, False)],
+)
+def test_weights_are_there_twice_on_a_cpu_with_room(device: str, weights: int, fits: bool) -> None:
+    assert fits_beside(device, weights, 100) is fits
 
 
 @pytest.mark.parametrize(

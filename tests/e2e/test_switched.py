@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -20,10 +21,11 @@ from support.pipeline_options import pipeline_options
 from support.shared_launcher import sharing
 from trinity import FailurePolicy
 from trinity.core.role_changes import Switch
+from trinity.emulation.model import EmulatedRequest
 from trinity.errors import ChangeRefused, ConfigError, PlacementError, UnknownName
 from trinity.pipeline import Pipeline
 from trinity.remote.fork_client import Launcher
-from trinity.remote.supervised_lives import LifePhase, Member
+from trinity.remote.supply import InstanceProcess
 from trinity.request import Request, Sampling
 
 MANY = FailurePolicy(recoveries=9)
@@ -63,6 +65,45 @@ async def until_decoding(pipe: Pipeline) -> None:
     async with asyncio.timeout(LIVENESS_S):
         while not any(pipe._frontend.find_place(each) == "D1" for each in pipe._frontend.core.entries):
             await asyncio.sleep(0)
+
+
+Asked = tuple[Any, list[int]]  # a request, and its tokens
+
+
+@asynccontextmanager
+async def asking(pipe: Pipeline, makes: Sequence[Callable[[], Asked]]) -> AsyncIterator[list[int]]:
+    """Ask each of these again and again, and compare every output; yield how many of each have ended."""
+    ended, going = [0] * len(makes), True
+
+    async def ask(number: int) -> None:
+        while going:
+            request, expected = makes[number]()
+            assert (await pipe.complete(request)).token_ids == expected
+            ended[number] += 1
+
+    clients = [asyncio.ensure_future(ask(number)) for number in range(len(makes))]
+    try:
+        yield ended
+    finally:
+        going = False
+        await asyncio.wait_for(asyncio.gather(*clients), LIVENESS_S)
+
+
+def with_tokens(request: EmulatedRequest) -> Asked:
+    return request, right(request)
+
+
+def one_asked(number: int) -> Asked:
+    return with_tokens(asked()[number])
+
+
+def one_long() -> Asked:
+    """A decode that is long: of several there is always one at each of two decoders."""
+    return with_tokens(EmulatedRequest(text_tokens=20, max_tokens=300))
+
+
+LONG: list[Callable[[], Asked]] = [one_long] * 6
+MIXED: list[Callable[[], Asked]] = [*(partial(one_asked, number) for number in range(6)), *LONG]
 
 
 def sampled() -> list[Request]:
@@ -116,14 +157,13 @@ def switches_of(pipe: Pipeline) -> list[str]:
 async def test_every_pair_of_roles_between_processes(one: str, other: str) -> None:
     placement = "".join(f"{2 if letter == one else 1}{letter}" for letter in "EPD")
     async with real(placement, "process", failures=MANY) as pipe:
-        alone = [await pipe.complete(each) for each in sampled()]
-        serving = [asyncio.ensure_future(pipe.complete(each)) for each in (*greedy(), *sampled())]
-        await until_tokens(pipe, 3)
-        await pipe.switch(f"{one}1", other, drain_s=0.05)
-        await pipe.switch(f"{one}1", one)
-        outputs = await asyncio.wait_for(asyncio.gather(*serving), LIVENESS_S)
-        assert [each.token_ids for each in outputs[:3]] == wanted()
-        assert [each.token_ids for each in outputs[3:]] == [each.token_ids for each in alone]
+        alone = [(await pipe.complete(each)).token_ids for each in sampled()]
+        expected = [*wanted(), *alone]
+        make = [lambda number=number: ([*greedy(), *sampled()][number], expected[number]) for number in range(5)]
+        async with asking(pipe, make):
+            await until_tokens(pipe, 3)
+            await pipe.switch(f"{one}1", other, drain_s=0.05)
+            await pipe.switch(f"{one}1", one)
         assert pipe.health[f"{one}1"].losses == 0, "none of it was a loss"
 
 
@@ -166,73 +206,24 @@ async def test_a_placement_is_applied_while_requests_run(hosting: str) -> None:
         assert await pipe.apply("2E1P5D") == []
 
 
-# ---------------------------------------------------------------- kills amid a switch
+# ---------------------------------------------------------------- what changes nothing
 
 
-PHASES: dict[str, Callable[[Member], bool]] = {  # what EPDServe (3.2.4) calls them, and how an instance's life has them
-    "offload": lambda member: member.leaving,
-    "end": lambda member: member.phase is LifePhase.ENDING and member.planned,
-    "migration": lambda member: member.phase is LifePhase.LOADING and member.epoch == 1,
-    "onload": lambda member: member.phase is LifePhase.MEETING and member.epoch == 1,
-    "after": lambda member: member.phase is LifePhase.UP and member.epoch == 1,
-}
-OFTEN = {("offload", "D1"), ("migration", "D1"), ("onload", "D1"), ("onload", "P1")}
-
-
-def list_kills() -> list[Any]:
-    """Each phase, whom of those concerned, and over what; most of them slow."""
-    every = [(phase, victim, way) for phase in PHASES for victim in ("D1", "D0", "P1") for way in ("shm", "nixl")]
-    slow = pytest.mark.slow
-    return [pytest.param(*each, marks=() if each[:2] in OFTEN and each[2] == "shm" else slow) for each in every]
-
-
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize(("phase", "victim", "connector"), list_kills())
-async def test_a_kill_in_each_phase_of_a_switch(phase: str, victim: str, connector: str) -> None:
-    """Of the one that switches, of where its decodes go, of one that hands requests on: the switch is done in the end,
-    and every request is whole."""
-    requests = asked() + asked() + asked()
-    async with emulated("1E2P2D", connector=connector) as pipe:
-        assert pipe._processes is not None
-        serving = [asyncio.ensure_future(pipe.complete(each)) for each in requests]
-        switching = asyncio.ensure_future(pipe.switch("D1", "E", drain_s=0.3))
-        async with asyncio.timeout(LIVENESS_S):
-            while not PHASES[phase](pipe._processes.core.members["D1"]):
-                await asyncio.sleep(0)
-        killed = await kill(pipe, victim, phase)
-        done = await asyncio.wait_for(switching, LIVENESS_S)
-        assert done.roles == "E"
-        outputs = await asyncio.wait_for(asyncio.gather(*serving), LIVENESS_S)
-        assert [each.token_ids for each in outputs] == [right(each) for each in requests]
-        async with asyncio.timeout(LIVENESS_S):
-            while {each.state for each in pipe.health.values()} != {"up"} or pipe.processes[victim].process == killed:
-                await asyncio.sleep(0.01)
-        assert pipe.processes["D1"].announcement().roles == "E"
-
-
-async def kill(pipe: Pipeline, victim: str, phase: str) -> int:
-    """Kill the life that is there, of the one that switches the next one; return its process."""
-    assert pipe._processes is not None
-    member = pipe._processes.core.members[victim]
-    async with asyncio.timeout(LIVENESS_S):
-        while not (process := pipe._processes._lives[victim, member.epoch].process):
-            await asyncio.sleep(0)  # it is being forked
-    with suppress(ProcessLookupError):
-        os.kill(process, signal.SIGKILL)
-    if victim != "D1" or phase in ("migration", "onload"):
-        assert pipe._processes._lives[victim, member.epoch].process == process, "it was the life of that phase"
-    return process
-
-
-async def test_what_cannot_come_up_has_its_former_roles_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No room for an encoder's pool: the error says so, and all is as it was."""
+async def test_what_cannot_be_loaded_changes_nothing() -> None:
+    """No room for an encoder's pool: the error says so, and all is as it was: the same life decodes on."""
     instances = [trinity.Instance("E", "a"), trinity.Instance("P", "b"), trinity.Instance("D", "c"),
                  trinity.Instance("D", "d", pools={"kv": 400})]  # fmt: skip
     async with emulated(instances) as pipe:  # type: ignore[arg-type]
+        serving = [asyncio.ensure_future(pipe.complete(each)) for each in asked()]
+        await until_tokens(pipe, 1)
+        before = pipe.processes["d"].process
         with pytest.raises(ConfigError, match="needs at least one block of image"):
             await asyncio.wait_for(pipe.switch("d", "E"), LIVENESS_S)
         assert str(pipe.placement) == "1E1P2D"
-        assert pipe.health["d"].state == "up"
+        assert (pipe.health["d"].state, pipe.health["d"].epoch) == ("up", 0)
+        assert pipe.processes["d"].process == before
+        outputs = await asyncio.wait_for(asyncio.gather(*serving), LIVENESS_S)
+        assert [each.lives for each in outputs] == [1] * len(outputs)
         assert pipe.processes["d"].announcement().roles == "D"
         request = asked()[1]
         assert (await pipe.complete(request)).token_ids == right(request)
@@ -244,22 +235,40 @@ async def test_what_cannot_come_up_has_its_former_roles_again(monkeypatch: pytes
 @pytest.mark.parametrize("hosting", ["thread", "process"])
 async def test_a_switch_that_is_cancelled_leaves_all_as_it_was(hosting: str) -> None:
     async with emulated("1E1P2D", hosting) as pipe:
-        requests = asked() + asked()
-        serving = [asyncio.ensure_future(pipe.complete(request)) for request in requests]
-        await until_decoding(pipe)
+        async with asking(pipe, LONG):
+            await until_decoding(pipe)
+            switching = asyncio.ensure_future(pipe.switch("D1", "E"))
+            async with asyncio.timeout(LIVENESS_S):
+                while not pipe._frontend.core.router.leaving:
+                    await asyncio.sleep(0)
+            switching.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await switching
+            assert str(pipe.placement) == "1E1P2D"
+            assert not pipe._frontend.core.router.leaving
+        done = await asyncio.wait_for(pipe.switch("D1", "E"), LIVENESS_S)
+        assert isinstance(done, Switch)
+
+
+async def test_a_switch_that_is_cancelled_while_its_next_life_loads_ends_that() -> None:
+    async with emulated("1E1P2D") as pipe:
+        assert pipe._processes is not None
+        member = pipe._processes.core.members["D1"]
         switching = asyncio.ensure_future(pipe.switch("D1", "E"))
         async with asyncio.timeout(LIVENESS_S):
-            while not pipe._frontend.core.router.leaving:
+            while member.next is None or not (client := pipe._processes._lives["D1", 1]).process:
                 await asyncio.sleep(0)
         switching.cancel()
         with pytest.raises(asyncio.CancelledError):
             await switching
-        assert str(pipe.placement) == "1E1P2D"
-        assert not pipe._frontend.core.router.leaving
-        outputs = await asyncio.wait_for(asyncio.gather(*serving), LIVENESS_S)
-        assert [each.token_ids for each in outputs] == [right(each) for each in requests]
-        done = await asyncio.wait_for(pipe.switch("D1", "E"), LIVENESS_S)
-        assert isinstance(done, Switch)
+        process = InstanceProcess(client.process, None, asyncio.Future())
+        async with asyncio.timeout(LIVENESS_S):
+            while member.dismissed or not process.has_ended():
+                await asyncio.sleep(0.005)
+        assert (pipe.health["D1"].state, pipe.health["D1"].epoch, str(pipe.placement)) == ("up", 0, "1E1P2D")
+        assert ("D1", 1) not in pipe._processes._lives
+        await asyncio.wait_for(pipe.switch("D1", "E"), LIVENESS_S)
+        assert str(pipe.placement) == "2E1P1D"
 
 
 # ---------------------------------------------------------------- bad input

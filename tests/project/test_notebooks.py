@@ -91,4 +91,4 @@ def test_a_kill_watched_live(tmp_path: Path) -> None:
     assert re.search(r"prefilled by Counter\(.*'D0': \d", said[8])
     assert re.search(r"Switch\(name='D0', former='D', roles='P', .*emptied=True", said[8])
     assert "slices of 4 instances" in said[9]
-    assert re.findall(r"D0 (\w+) .*\d s", said[9]) == ["offload", "migration", "onload"]
+    assert re.findall(r"D0 (\w+) .*\d s", said[9]) == ["preparation", "offload", "migration", "onload"]

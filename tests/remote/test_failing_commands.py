@@ -16,7 +16,7 @@ from trinity.remote.fork_supply import ForkSupply
 from trinity.remote.instance_client import InstanceClient
 from trinity.remote.instance_processes import InstanceSupervisor
 from trinity.remote.supervisor_core import SupervisorCore
-from trinity.remote.supervisor_messages import Event, Introduce, Launch, Lost, Quiet, Separate, Up
+from trinity.remote.supervisor_messages import Event, Introduce, Launch, Lost, Proceed, Quiet, Separate, Up
 
 
 def raising_once(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, when: Any = lambda *given: True) -> list[Any]:
@@ -44,6 +44,21 @@ async def test_a_command_that_raises_costs_one_life(kind: type[Event], monkeypat
         os.kill(process, signal.SIGKILL)
         while not raised:
             await asyncio.sleep(0.01)
+        await serves(pipe)
+
+
+@pytest.mark.parametrize("kind", [Launch, Proceed])
+async def test_a_command_of_a_switch_that_raises_costs_one_life(
+    kind: type[Event], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A next life that could not be launched is prepared again; one that did not get the word is started again."""
+    async with emulated(placement="1E1P2D") as pipe, asyncio.timeout(LIVENESS_S):
+        raised = raising_once(
+            monkeypatch, InstanceSupervisor, "_carry_out", lambda self, command: isinstance(command, kind)
+        )
+        assert (await pipe.switch("D1", "E")).roles == "E"
+        assert len(raised) == 1
+        assert pipe.health["D1"].losses == (kind is Proceed)
         await serves(pipe)
 
 

@@ -156,8 +156,8 @@ VRAM = nixl_agent.Region(0, 8, 4, "VRAM", 1)
 def nixl_sources(cuda: LazyCuda, monkeypatch: pytest.MonkeyPatch) -> Seen:
     seen: Seen = []
     agent = Agent(cuda, seen)
-    monkeypatch.setattr(nixl_source, "make_agent", lambda region: agent)
-    made = nixl_source.NixlSource(VRAM)
+    monkeypatch.setattr(nixl_source, "make_agent", lambda gpu: agent)
+    made = nixl_source.NixlSource(VRAM.gpu)
     made.register(VRAM)
     assert agent.asked.wait(20)
     made.stop()
@@ -173,7 +173,7 @@ def nixl_agents(cuda: LazyCuda, monkeypatch: pytest.MonkeyPatch) -> Seen:
         nixl_agent=lambda *_: seen.append(cuda.current_device()),
     )
     monkeypatch.setattr(nixl_agent, "load_nixl", lambda: api)
-    nixl_agent.make_agent(VRAM)  # on the thread of the event loop, whose device stays as it was
+    nixl_agent.make_agent(VRAM.gpu)  # on the thread of the event loop, whose device stays as it was
     return seen
 
 
@@ -264,9 +264,11 @@ THREADS: dict[tuple[str, str], Any] = {
     ("remote/host_launchers.py", "launcher.close"): NONE,
     ("remote/host_launchers.py", "old.close"): NONE,
     ("remote/ray_host.py", "end_process"): NONE,
-    ("remote/session.py", "identify_model"): NONE,
-    ("remote/session.py", "known_whole_digest"): NONE,
-    ("remote/session.py", "load_instance"): loading,
+    ("remote/instance_loading.py", "hold_instance_weights"): NONE,  # nothing on a GPU: ``fits_beside``
+    ("remote/instance_loading.py", "identify_model"): NONE,
+    ("remote/instance_loading.py", "known_whole_digest"): NONE,
+    ("remote/instance_loading.py", "load_instance"): loading,
+    ("remote/instance_loading.py", "prepare_transports"): NONE,
     ("runtime/compose.py", "1"): stage_by_hand,
     ("runtime/compose.py", "loader.load_instances"): loading,
     ("runtime/compose.py", "self._thread.shutdown"): NONE,

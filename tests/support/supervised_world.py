@@ -27,6 +27,9 @@ from trinity.remote.supervisor_messages import (
     Linked,
     Loaded,
     Lost,
+    NextLoaded,
+    NextLost,
+    Proceed,
     Quiet,
     Removed,
     Separate,
@@ -42,12 +45,14 @@ LOAD_S, SHORT_S, STUCK_S, HEARTBEAT_S = 1.5, 0.2, 3.0, 0.5
 
 @dataclass
 class Process:
-    """One life: what it knows, and what was sent to it that it has not read."""
+    """One life: what it knows, and what was sent to it that it has not read. ``waits``: it has no pool yet."""
 
     life: Life
     launcher: int
     alive: bool = True
     frozen: bool = False
+    waits: bool = False
+    ready: bool = False
     unread: list[Callable[[], None]] = field(default_factory=list)
     wants: set[Life] = field(default_factory=set)
     linked: set[Life] = field(default_factory=set)
@@ -57,7 +62,8 @@ class Process:
 class World:
     """Carries out commands with delays drawn from a seed; ``strike`` and ``hold`` are the faults.
 
-    Checks at each command that no two lives of a name run at once, and that the front end hears of each in turn.
+    Checks at each command that no two lives of a name run at once, but for one that waits for the word to go on, that
+    of those there is one, and that the front end hears of each in turn.
     """
 
     def __init__(self, names: str, seed: int, by_hand: str = "", silence_s: float = 20.0) -> None:
@@ -119,6 +125,8 @@ class World:
             self.end_launcher(command.number)
         elif isinstance(command, Launch):
             self._launch(command)
+        elif isinstance(command, Proceed):
+            self._proceed((command.name, command.epoch))
         elif isinstance(command, Fence):
             self._fence((command.name, command.epoch))
         elif isinstance(command, (Introduce, Separate)):
@@ -129,9 +137,9 @@ class World:
     def _launch(self, command: Launch) -> None:
         life = (command.name, command.epoch)
         assert not self.core.closing
-        others = [each for each in self.processes.values() if each.life[0] == command.name]
-        assert not any(each.alive for each in others), f"{others} run beside {life}"
-        process = self.processes[life] = Process(life, command.launcher)
+        assert life not in self.processes, f"{life} twice"
+        self._check_alone(life, command.waits)
+        process = self.processes[life] = Process(life, command.launcher, waits=command.waits)
         state = self.launchers.get(command.launcher, "alive") if command.launcher else "alive"
         if state != "alive":
             process.alive = False
@@ -142,8 +150,29 @@ class World:
             return
         process.heard = self.now
         self.later(HEARTBEAT_S, lambda: self._beat(process))
-        loaded = Loaded(*process.life)
-        self.later(self.draw.uniform(0.1, LOAD_S), lambda: self._does(process, lambda: self._say(process, loaded)))
+        self.later(self.draw.uniform(0.1, LOAD_S), lambda: self._does(process, lambda: self._load(process)))
+
+    def _check_alone(self, life: Life, waits: bool) -> None:
+        """Check that what has pools has them alone, and that one waits at most, beside those that are being ended."""
+        member = self.core.members[life[0]]
+        others = [each for each in self.processes.values() if each.life[0] == life[0] and each.life != life]
+        beside = [
+            each for each in others if each.alive and each.waits == waits and each.life[1] not in member.dismissed
+        ]
+        assert not beside, f"{beside} run beside {life}"
+
+    def _load(self, process: Process) -> None:
+        process.ready = True
+        self._say(process, NextLoaded(*process.life) if process.waits else Loaded(*process.life))
+
+    def _proceed(self, life: Life) -> None:
+        """Give one that waits the word, which may not have loaded yet, or be gone by now."""
+        assert not self.core.closing
+        self._check_alone(life, waits=False)
+        process = self.processes[life]
+        process.waits = False
+        if process.ready:
+            self.soon(lambda: self._does(process, lambda: self._load(process)), ("to", life))
 
     def _beat(self, process: Process) -> None:
         """Heartbeat and watch in one: how long it has been silent, as the front end sees it."""
@@ -203,8 +232,9 @@ class World:
         elif isinstance(command, Down):
             assert self.up.pop(command.name, command.epoch) == command.epoch
         else:
-            assert isinstance(command, (Suspect, Leaving, Removed))
+            assert isinstance(command, (Suspect, Leaving, Removed, NextLost))
             assert not isinstance(command, Removed) or command.name not in self.up
+            assert not isinstance(command, Removed) or not self.running(command.name)
 
     # ------------------------------------------------------------ faults
 
@@ -263,6 +293,15 @@ class World:
 
     def life(self, name: str) -> Life:
         return (name, self.core.members[name].epoch)
+
+    def next_life(self, name: str) -> Life:
+        """The life that is prepared to follow the present one, -1 for none."""
+        following = self.core.members[name].next
+        return (name, following.epoch if following is not None else -1)
+
+    def running(self, name: str) -> list[Process]:
+        """Every process of an instance that is alive, whatever for."""
+        return [each for each in self.processes.values() if each.life[0] == name and each.alive]
 
     # ------------------------------------------------------------ the end
 

@@ -264,6 +264,19 @@ async def test_two_transports_never_share_a_name() -> None:
         await each.aclose()
 
 
+async def test_what_was_prepared_publishes_and_ends_with_the_transport() -> None:
+    transport = NixlTransport()
+    await asyncio.to_thread(transport.prepare)
+    assert transport._source is not None
+    name = transport._source.name
+    transport.prepare()
+    assert msgspec.msgpack.decode(transport.publish(pool(*SMALL)), type=NixlDescriptor).agent == name
+    await transport.aclose()
+    unused = NixlTransport()
+    await asyncio.to_thread(unused.prepare)
+    await unused.aclose()
+
+
 def test_what_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "nixl_cu13._api", None)
     with pytest.raises(TransportUnavailable, match="pip install --no-deps nixl-cu13"):

@@ -46,6 +46,7 @@ class Switch(msgspec.Struct, frozen=True):
     - ``migration_s`` (seconds): of ``change_s``, until its former life had ended and its next one had its weights and
       pools. On threads a switch loads these ahead of the drain, and it is 0.
     - ``emptied``: False where its last requests had to go on elsewhere, with their tokens so far.
+    - ``prepare_s`` (seconds): before the drain, in which it served as ever, and its next life loaded beside it.
     """
 
     name: str
@@ -55,6 +56,7 @@ class Switch(msgspec.Struct, frozen=True):
     change_s: float
     emptied: bool
     migration_s: float = 0.0
+    prepare_s: float = 0.0
 
     @property
     def onload_s(self) -> float:

@@ -12,6 +12,7 @@ import msgspec
 from trinity.core.messages import IMAGE, KV
 from trinity.errors import ConfigError
 
+BESIDE_SHARE = 0.5  # of free memory, for weights that are there twice while one life follows another
 IMAGE_SHARE = 0.1  # of the memory left by the weights, where an instance has both pools
 
 
@@ -76,6 +77,17 @@ def check_available(needed_bytes: int, what: str, available_bytes: int | None = 
             f"{what} needs {format_size(needed_bytes)}, but {format_size(available)} are available: "
             f"{format_size(needed_bytes - available)} are missing. Ask for fewer blocks or less memory."
         )
+
+
+def fits_beside(device: str, weight_bytes: int, available_bytes: int | None = None) -> bool:
+    """Tell if a life may load its weights while the life that it follows has its own, and its pools.
+
+    On a GPU it may not: pools there take what one process of each instance leaves, so that a second one has no room for
+    its context (``device_memory``). Elsewhere the weights, as if none were shared, must fit half of what is available:
+    packing and converting hold some of them twice.
+    """
+    available = available_memory() if available_bytes is None else available_bytes
+    return device.partition(":")[0] == "cpu" and weight_bytes <= available * BESIDE_SHARE
 
 
 def format_size(size: int) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from typing import Any, Literal
@@ -43,9 +43,9 @@ DRAIN_S = 30.0
 class PlacementChanges:
     """Part of ``Pipeline``: its instances change while it serves (EPDServe 3.2.4, TriInfer 4.4).
 
-    A switch is a planned restart: new work goes past the instance, what is there ends or moves on, and its next life
-    has other roles; a removal has no next life. A request that it still has after ``drain_s`` is recovered as after a
-    loss, exactly.
+    A switch is a planned restart: a next life with other roles loads beside the instance, new work goes past that, what
+    is there ends or moves on, and the next life takes its place; a removal has none. A request that is still there
+    after ``drain_s`` is recovered as after a loss, exactly.
     """
 
     instances: list[Instance]
@@ -85,7 +85,8 @@ class PlacementChanges:
 
         Raises ``UnknownName``, ``PlacementError`` for roles that it may not have, or a stage that would be left without
         an instance; ``ChangeRefused`` during another change, or while an instance is away; and the error for which its
-        next life does not come up, in which case it has its former roles again.
+        next life cannot be loaded, and nothing has changed, or for which it does not come up, in which case it has its
+        former roles again.
         """
         drain_s = check_value("drain_s", drain_s, Number)
         async with self._change(f"instance {name} switches to {roles}"):
@@ -242,7 +243,7 @@ class PlacementChanges:
             await planned_restart.end_life(self._processes, name, *emptying.parts())
         else:
             await self._threads.end(name, *emptying.parts())
-        emptied = emptying.ended_at or began
+        emptied, began = emptying.ended_at or began, emptying.began_at or began
         done = Switch(name, former.roles, "", emptied - began, time.perf_counter() - emptied, emptying.emptied)
         return self._note(done, instances, began, emptied)
 
@@ -259,16 +260,20 @@ class PlacementChanges:
             setups = self._make_setups(instances)
             loaded_at = await planned_restart.replace_life(self._processes, spec.name, setups, *emptying.parts())
         else:
-            loaded = await self._load(spec, instances)
-            loaded_at, began = 0.0, time.perf_counter()
+            loaded, loaded_at = await self._load(spec, instances), 0.0
             await self._threads.replace(loaded, *emptying.parts())
-        emptied, now = emptying.ended_at or began, time.perf_counter()
-        spent = (emptied - began, now - emptied, emptying.emptied, max(0.0, loaded_at - emptied))
-        return self._note(Switch(spec.name, former.roles, spec.roles, *spent), instances, began, emptied)
+        now, ended = time.perf_counter(), emptying.ended_at
+        left = emptying.began_at or ended  # the end of an instance that was lost meanwhile was not waited for
+        spent = (ended - left, now - ended, emptying.emptied, max(0.0, loaded_at - ended), left - began)
+        return self._note(Switch(spec.name, former.roles, spec.roles, *spent), instances, left, ended)
 
     def _note(self, done: Switch, instances: list[Instance], began: float, emptied: float) -> Switch:
         """Take a change down: the instances as they are now, and its parts on the timeline."""
         self.instances, self.placement = instances, describe_instances(instances)
+        if done.prepare_s and self._processes is not None:
+            self.timeline.add(
+                done.name, "switch", f"preparation of {done.roles}", began - done.prepare_s, done.prepare_s
+            )
         if done.former:
             self.timeline.add(done.name, "switch", f"offload {done.former}", began, done.drain_s)
         if done.migration_s and self._processes is not None:  # on threads it was before the offload
@@ -295,25 +300,29 @@ class PlacementChanges:
 
 
 class _Emptying:
-    """End of an instance's work: ``emptied``, and ``ended_at`` (s, ``perf_counter``), 0 until it was waited for."""
+    """End of an instance's work: ``emptied``, and when that was waited for from ``began_at`` to ``ended_at`` on.
+
+    Both in seconds, by ``perf_counter``, and 0 before.
+    """
 
     def __init__(self, frontend: FrontendHost, name: str, drain_s: float) -> None:
         self._frontend, self._name, self._drain_s = frontend, name, drain_s
-        self.emptied, self.ended_at = False, 0.0
+        self.emptied, self.began_at, self.ended_at = False, 0.0, 0.0
 
     def goes_on(self) -> bool:
         """True before it was waited for to its end: until then the instance may stay as it was."""
         return not self.ended_at
 
-    def parts(self) -> tuple[Awaitable[bool], Callable[[], None]]:
-        """Return what is waited for, and what is called once the instance's work is done."""
-        return self.wait(), self.note_end
+    def parts(self) -> tuple[planned_restart.Emptied, Callable[[], None]]:
+        """Return what is called to wait for it, and what is called once the instance's work is done."""
+        return self.wait, self.note_end
 
     def note_end(self) -> None:
         self.ended_at = time.perf_counter()
 
     async def wait(self) -> bool:
         """Return True once no request is there, False after ``drain_s``. Raises ``ClosedError`` once it is closed."""
+        self.began_at = time.perf_counter()
         self.emptied = await self._frontend.wait_empty(self._name, self._drain_s)
         self._frontend.check_open()
         self.ended_at = time.perf_counter()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from dataclasses import replace
 
 from trinity.connector import Connector
@@ -11,7 +11,7 @@ from trinity.core.messages import PeerDown, PeerUp
 from trinity.core.peer_exit import PeerLeaving, PeerRemoved
 from trinity.core.routing import RoutingPolicy
 from trinity.pipeline.frontend_host import FrontendHost
-from trinity.remote.planned_restart import WHY, WHY_REMOVED
+from trinity.remote.planned_restart import WHY, WHY_REMOVED, Emptied
 from trinity.runtime import loader
 from trinity.runtime.host import InstanceHost, LoadedInstance
 from trinity.runtime.shielded_wait import wait_shielded
@@ -54,7 +54,7 @@ class ThreadInstances:
         host.start()
         self._announce(host.announcement())
 
-    async def replace(self, loaded: LoadedInstance, emptied: Awaitable[bool], note_end: Callable[[], None]) -> None:
+    async def replace(self, loaded: LoadedInstance, emptied: Emptied, note_end: Callable[[], None]) -> None:
         """End the instance of this name once it is empty, or emptied says no, and begin this one in its place.
 
         note_end: called once the work of the former one is done.
@@ -66,17 +66,17 @@ class ThreadInstances:
             raise
         await wait_shielded(asyncio.ensure_future(self._exchange(loaded, empty, note_end)))
 
-    async def end(self, name: str, emptied: Awaitable[bool], note_end: Callable[[], None]) -> None:
+    async def end(self, name: str, emptied: Emptied, note_end: Callable[[], None]) -> None:
         """End an instance for good once it is empty, or emptied says no. ``note_end``: as in ``replace``."""
         empty = await self._leave(name, emptied)
         await wait_shielded(asyncio.ensure_future(self._remove(name, empty, note_end)))
 
-    async def _leave(self, name: str, emptied: Awaitable[bool]) -> bool:
+    async def _leave(self, name: str, emptied: Emptied) -> bool:
         """Have new work go past an instance until it is empty. Cancelled meanwhile, it goes on as it was."""
         epoch = self.hosts[name].announcement().epoch
         self._announce(PeerLeaving(name, epoch, leaving=True))
         try:
-            return await emptied
+            return await emptied()
         except BaseException:
             self._announce(PeerLeaving(name, epoch, leaving=False))
             raise

@@ -141,7 +141,7 @@ def preload_model(directory: str) -> None:
         return
     _preloaded.add(directory)
     with contextlib.suppress(Exception):
-        from trinity.runtime.loader import import_model_classes
+        from trinity.runtime.model_classes import import_model_classes
 
         import_model_classes(Path(directory))
 

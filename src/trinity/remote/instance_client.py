@@ -27,14 +27,16 @@ from trinity.remote.channel import Channel, connect
 from trinity.remote.fork_client import INSTANCE_STOP_S
 from trinity.remote.host_addresses import name_host
 from trinity.remote.request_faults import decode_or_end, end_requests, requests_of
-from trinity.remote.supervisor_messages import Event, Linked, Lost, Refused, Unlinked
+from trinity.remote.supervisor_messages import Event, Linked, Lost, NextLoaded, Refused, Unlinked
 from trinity.remote.supply import InstancePlace, InstanceProcess
 from trinity.remote.wire import (
     ConnectReport,
     Hello,
     InstanceFailure,
     InstanceInfo,
+    InstancePrepared,
     LinkEnded,
+    ProceedInstance,
     Setup,
     Slices,
     StillBusy,
@@ -69,7 +71,7 @@ class InstanceClient:
     """One life of an instance in its own process. ``post`` sends it an event; ``report`` hears of its links and end.
 
     - ``last_heard`` (s, monotonic clock; None): when its last message came.
-    - ``problem`` (None): the error for which it could not start or go on.
+    - ``problem`` (None): the error for which it could not start or go on. ``says_so``: it has told of that itself.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class InstanceClient:
         self.setup, self.name = setup, setup.name
         self.started: InstanceInfo | None = None
         self.problem: TrinityError | None = None
+        self.says_so = False
         self.last_heard: float | None = None
         self._watcher, self._timeline, self._report = watcher, timeline, report
         self._weights = weights or WeightsAgreement()
@@ -91,7 +94,7 @@ class InstanceClient:
         self._channel: Channel | None = None
         self._reading: asyncio.Task[None] | None = None
         self._loss = ""
-        self._watched = self._stopping = False
+        self._watched = self._stopping = self._proceeds = False
         self._unheard: list[Value] = []  # what it says before the front end knows it
 
     @property
@@ -102,17 +105,23 @@ class InstanceClient:
     async def attach(self, place: InstancePlace, secret: bytes) -> InstanceInfo:
         """Connect, have the instance load its model, and return its description.
 
+        With ``setup.waits`` it loads the rest, and is described, after ``proceed``.
         Raises the error that the instance met, ``PeerLost`` or ``HandshakeError`` if it cannot be reached.
         """
         self._process = place.process
         self.setup = msgspec.structs.replace(self.setup, host=name_host(place.address))
         self._channel = channel = await (_connect_when_up if place.listen_s else connect_by_hand)(place, secret)
         channel.send(encode(self.setup))
+        if self._proceeds:
+            self.post(ProceedInstance())
         answer: Value = StillBusy()
-        while isinstance(answer, StillBusy):
+        while isinstance(answer, (StillBusy, InstancePrepared)):
             self.last_heard = time.monotonic()
+            if isinstance(answer, InstancePrepared):
+                self._report(NextLoaded(self.name, self.setup.epoch))
             answer = decode(await channel.receive())
         if isinstance(answer, InstanceFailure):
+            self.says_so = True
             raise to_error(answer)
         if not isinstance(answer, InstanceInfo):
             raise TransportError(f"instance {self.name} answered its Setup with {type(answer).__name__}", "control")
@@ -124,6 +133,12 @@ class InstanceClient:
         self.last_heard = time.monotonic()
         self._reading = asyncio.get_running_loop().create_task(self._read(channel), name=f"trinity-{self.name}")
         return answer
+
+    def proceed(self) -> None:
+        """Have an instance that waits go on, or one that is being prepared not wait."""
+        self._proceeds = True
+        if self._channel is not None:
+            self.post(ProceedInstance())
 
     def watch(self) -> None:
         """Pass on what it says from now on, and what it has said already: the front end knows it by now."""

@@ -22,10 +22,11 @@ from trinity.remote.channel import Address
 from trinity.remote.fork_client import INSTANCE_STOP_S, LauncherSilent
 from trinity.remote.fork_supply import ForkSupply
 from trinity.remote.guarded_supply import GuardedSupply
+from trinity.remote.health_changes import HealthChanges
 from trinity.remote.instance_client import InstanceClient, Watcher
 from trinity.remote.leftovers import OwnedFolder, make_shared_folder
 from trinity.remote.supervisor import ProcessConfig, parse_addresses
-from trinity.remote.supervisor_core import LifePhase, SupervisorCore
+from trinity.remote.supervisor_core import SupervisorCore
 from trinity.remote.supervisor_messages import (
     Begin,
     CloseAll,
@@ -42,6 +43,8 @@ from trinity.remote.supervisor_messages import (
     Leaving,
     Loaded,
     Lost,
+    NextLost,
+    Proceed,
     Quiet,
     Removed,
     Retire,
@@ -101,7 +104,7 @@ class InstanceSupervisor:
         self.changed = asyncio.Event()  # set by whatever the core has handled
         self._unheard: list[tuple[Up | Down, InstanceClient]] = []  # losses and returns before anybody watches
         self.problems: dict[str, TrinityError | None] = {}  # of the last life of each that has ended
-        self._told: dict[str, tuple[str, int]] = {}  # state and epoch of each that ``on_change`` knows
+        self._changes = HealthChanges(self._config.on_change)
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._endings: list[asyncio.Task[None]] = []  # of launchers
@@ -152,7 +155,7 @@ class InstanceSupervisor:
             self._handling = False
         self._arm()
         self.changed.set()
-        self._tell_changes()
+        self._changes.tell(self.health)
 
     def _arm(self) -> None:
         if self._timer is not None:
@@ -172,12 +175,12 @@ class InstanceSupervisor:
 
     def _carry_out(self, command: Event) -> None:
         if isinstance(command, Launch):
-            life = (command.name, command.epoch)
-            forked = self._supply_of(command.name) is self.forks
-            shelf = self._shelf.path if self._shelf is not None and forked else ""
-            setup = msgspec.structs.replace(self.setups[command.name], epoch=command.epoch, shelf=shelf)
-            self._lives[life] = InstanceClient(setup, self._watcher, self._timeline, self.handle, weights=self._weights)
-            self._launches[life] = self._run(self._launch(command))
+            self._begin(command)
+        elif isinstance(command, Proceed):
+            self._lives[command.name, command.epoch].proceed()
+        elif isinstance(command, NextLost):
+            client = self._lives.get((command.name, command.epoch))  # none where its Launch has failed
+            self.problems[command.name] = client.problem if client is not None and client.says_so else None
         elif isinstance(command, StartLauncher):
             self.forks.open_launcher(command.number, any(setup.paced is None for setup in self.setups.values()))
         elif isinstance(command, EndLauncher):
@@ -201,6 +204,14 @@ class InstanceSupervisor:
         elif isinstance(command, (Up, Down)):
             self._hear(command)
 
+    def _begin(self, command: Launch) -> None:
+        life, forked = (command.name, command.epoch), self._supply_of(command.name) is self.forks
+        shelf = self._shelf.path if self._shelf is not None and forked else ""
+        named = {"epoch": command.epoch, "shelf": shelf, "waits": command.waits}
+        setup = msgspec.structs.replace(self.setups[command.name], **named)
+        self._lives[life] = InstanceClient(setup, self._watcher, self._timeline, self.handle, weights=self._weights)
+        self._launches[life] = self._run(self._launch(command))
+
     def _post(self, name: str, epoch: int, message: Value) -> None:
         client = self._lives.get((name, epoch))
         if client is not None:
@@ -212,8 +223,9 @@ class InstanceSupervisor:
 
     def _drop(self, command: Removed) -> None:
         """Forget an instance that does not come back, and have everybody forget it."""
-        for known in (self.members, self.setups, self.problems, self._told, self._attached.addresses):
+        for known in (self.members, self.setups, self.problems, self._attached.addresses):
             known.pop(command.name, None)
+        self._changes.forget(command.name)
         self._lives.pop((command.name, command.epoch), None)
         self._announce(PeerRemoved(command.name, command.epoch))
 
@@ -257,17 +269,6 @@ class InstanceSupervisor:
         else:
             self._watcher.on_back(client)
             client.watch()
-
-    def _tell_changes(self) -> None:
-        if self._config.on_change is None:
-            return
-        for name, health in self.health().items():
-            if self._told.get(name) != (health.state, health.epoch):
-                self._told[name] = (health.state, health.epoch)
-                try:
-                    self._config.on_change(health)
-                except Exception:
-                    logger.exception("on_change failed")
 
     def _run(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
@@ -367,11 +368,11 @@ class InstanceSupervisor:
         self._all_up.cancel()
         try:
             async with asyncio.timeout(INSTANCE_STOP_S):
-                while any(member.phase is not LifePhase.CLOSED for member in self.core.members.values()):
+                while self.core.unended:
                     await asyncio.sleep(END_POLL_S)
         except TimeoutError:
-            left = [name for name, member in self.core.members.items() if member.phase is not LifePhase.CLOSED]
-            logger.error("processes of %s were killed and have not ended in %s s", ", ".join(left), INSTANCE_STOP_S)
+            left = ", ".join(self.core.unended)
+            logger.error("processes of %s were killed and have not ended in %s s", left, INSTANCE_STOP_S)
         finally:
             for task in list(self._tasks):
                 task.cancel()

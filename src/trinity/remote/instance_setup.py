@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from trinity.connector import Connector
+from trinity.core.messages import IMAGE, KV
 from trinity.core.scheduler import BatchRules
 from trinity.errors import ConfigError, LayoutMismatch
 from trinity.instance import Instance
@@ -15,7 +16,7 @@ from trinity.preprocess.processor import RequestProcessor
 from trinity.remote.handshake import derive_block_key
 from trinity.remote.wire import Layout, Setup
 from trinity.runtime.host import LoadedInstance
-from trinity.runtime.loader import ServingConfig, config_digest, load_instances
+from trinity.runtime.loader import ServingConfig, config_digest, hold_weights, load_instances
 
 
 def describe_layouts(loaded: LoadedInstance) -> dict[str, Layout]:
@@ -66,10 +67,8 @@ def _rules_of(setup: Setup) -> BatchRules:
     return BatchRules(setup.tokens, setup.media, setup.policy, setup.order, *switches)
 
 
-def load_instance(setup: Setup) -> LoadedInstance:
-    """Load weights, make pools and profile budgets. Blocks: run it on a thread."""
-    check_model(setup)
-    spec = Instance(
+def _read_spec(setup: Setup) -> Instance:
+    return Instance(
         setup.roles,
         setup.name,
         pools=setup.pools,
@@ -88,7 +87,10 @@ def load_instance(setup: Setup) -> LoadedInstance:
         token_budget=setup.most_tokens,
         image_budget=setup.most_images,
     )
-    deployment = ServingConfig(
+
+
+def _read_config(setup: Setup) -> ServingConfig:
+    return ServingConfig(
         model=setup.paced or Path(setup.model),
         dtype=setup.dtype,
         slo=setup.slo,
@@ -104,10 +106,27 @@ def load_instance(setup: Setup) -> LoadedInstance:
         beside=setup.beside,
         shelf=setup.shelf,
     )
+
+
+def hold_instance_weights(setup: Setup) -> object | None:
+    """Load what an instance may have beside the life that it follows; None for no weights. Blocks, as below."""
+    return hold_weights(_read_config(setup), _read_spec(setup))
+
+
+def prepare_transports(connector: Connector, roles: str) -> None:
+    """Have the transports of these roles' pools start what they can before there is a pool. Blocks, as below."""
+    kinds = [IMAGE] * bool({*roles} & {*"EP"}) + [KV] * bool({*roles} & {*"PD"})
+    for transport in {id(each): each for each in (connector.routes[kind].transport for kind in kinds)}.values():
+        getattr(transport, "prepare", lambda: None)()
+
+
+def load_instance(setup: Setup) -> LoadedInstance:
+    """Load weights, make pools and profile budgets. Blocks: run it on a thread."""
+    check_model(setup)
     measured = (setup.slo is not None and setup.budgets is None) or setup.most_images is not None
     processor = RequestProcessor(setup.model) if measured and setup.paced is None else None
     try:
-        loaded = load_instances(deployment, [spec], processor)[0]
+        loaded = load_instances(_read_config(setup), [_read_spec(setup)], processor)[0]
         loaded.settings = replace(loaded.settings, epoch=setup.epoch, host=setup.host)
         return loaded
     finally:

@@ -2,7 +2,9 @@
 begins.
 
 What stages it has is settled as a process starts: so its weights, pools and connections are made by the way that every
-start takes, and what dies meanwhile is started again by the supervisor as ever.
+start takes, and what dies meanwhile is started again by the supervisor as ever. A next life loads first, beside the
+present one: what cannot be loaded changes nothing, and the instance serves nothing only while that ends, and the next
+one gets its pools and meets the others.
 """
 
 from __future__ import annotations
@@ -16,22 +18,26 @@ import msgspec
 
 from trinity.errors import ClosedError, ConfigError, PeerLost, TrinityError
 from trinity.remote.instance_client import InstanceClient
-from trinity.remote.supervisor_core import LifePhase, SupervisorCore
-from trinity.remote.supervisor_messages import Add, Event, Leave, Remove, Replace
+from trinity.remote.supervised_lives import LifePhase, Member
+from trinity.remote.supervisor_core import SupervisorCore
+from trinity.remote.supervisor_messages import Add, DropNext, Event, Leave, LoadNext, Remove, Replace
 from trinity.remote.wire import Setup
 from trinity.runtime.shielded_wait import wait_shielded
 
 MOST_TRIES = 3  # lives of an instance with other roles, before it has its former ones again
 AWAY = (LifePhase.ENDING, LifePhase.WAITING)
+CLOSED = "the pipeline was closed meanwhile; make a new one"
 WHY = "it begins anew with other roles"
 WHY_REMOVED = "it is removed"
+Emptied = Callable[[], Awaitable[bool]]
 
 
 class Supervisor(Protocol):
     """Part of ``InstanceSupervisor`` that a planned restart needs.
 
     - ``setups``: of the next life of each instance. ``members``: the present lives that have come up.
-    - ``problems``: why the last life of each ended. ``changed``: set by whatever the core has handled.
+    - ``problems``: why the last life of each ended, or could not be prepared; None where it has not said.
+    - ``changed``: set by whatever the core has handled.
     """
 
     core: SupervisorCore
@@ -44,29 +50,59 @@ class Supervisor(Protocol):
 
 
 async def replace_life(
-    supervisor: Supervisor, name: str, setups: Sequence[Setup], emptied: Awaitable[bool], note_end: Callable[[], None]
+    supervisor: Supervisor, name: str, setups: Sequence[Setup], emptied: Emptied, note_end: Callable[[], None]
 ) -> float:
-    """End an instance's life, and begin the next one by these setups of all; return once that serves.
+    """Prepare the next life of an instance by these setups of all, end the present one, and return once that serves.
 
-    Returns when it had loaded its weights (s, ``perf_counter``).
+    Returns when it had loaded its weights and pools (s, ``perf_counter``).
 
-    emptied: awaited while new work goes past the instance; False where it is to end with what is left there. Cancelled
-    meanwhile it goes on as it was; later the caller waits to the end. ``note_end`` is called once its work is done: an
-    encoder may still encode what its next stage is known to have. Raises the error for which ``MOST_TRIES`` lives
-    did not come up; by then the instance has come up as it was before.
+    emptied: called and awaited once the next life is prepared, while new work goes past the instance; False where it is
+    to end with what is left there. Cancelled until then it goes on as it was; later the caller waits to the end.
+    ``note_end`` is called once its work is done: an encoder may still encode what its next stage is known to have.
+    Raises the error for which the next life could not be prepared, and nothing has changed; or for which ``MOST_TRIES``
+    lives did not come up, and by then the instance has come up as it was before.
     """
     former, client = supervisor.setups, supervisor.members[name]
     epoch = client.setup.epoch
     supervisor.setups = _keep_pipeline(setups, former)
-    supervisor.handle(Leave(name, epoch))
     try:
-        empty = await emptied
+        supervisor.problems[name] = None
+        await _prepare(supervisor, name, epoch)
+        supervisor.handle(Leave(name, epoch))
+        empty = _is_there(supervisor.core.members[name], epoch) and await emptied()
     except BaseException:
         supervisor.setups = former
+        supervisor.handle(DropNext(name, epoch))
         supervisor.handle(Leave(name, epoch, leaving=False))
         _end_later(supervisor, name, epoch)
         raise
     return await wait_shielded(asyncio.ensure_future(_replace(supervisor, client, former, empty, note_end)))
+
+
+async def _prepare(supervisor: Supervisor, name: str, epoch: int) -> None:
+    """Have the next life load beside the present one; return once it has, or the present one is lost and it follows.
+
+    One that dies of it is tried again, one that says why it cannot is not. Raises that, ``PeerLost`` after
+    ``MOST_TRIES``, and ``ClosedError``. What is not started on this host is not prepared: its place is taken.
+    """
+    member = supervisor.core.members[name]
+    tries = 0
+    while _is_there(member, epoch) and member.next is None and not (member.by_hand or supervisor.core.closing):
+        if problem := supervisor.problems.get(name):
+            raise problem
+        if tries == MOST_TRIES:
+            raise PeerLost(f"the next life of {name} died {tries} times as it was prepared", "control", name)
+        tries += 1
+        supervisor.handle(LoadNext(name, epoch))
+        while _is_there(member, epoch) and member.next is not None and not member.next.prepared:
+            supervisor.changed.clear()
+            await supervisor.changed.wait()
+    if supervisor.core.closing:
+        raise ClosedError(CLOSED)
+
+
+def _is_there(member: Member, epoch: int) -> bool:
+    return member.phase is LifePhase.UP and member.epoch == epoch
 
 
 async def begin_life(supervisor: Supervisor, name: str, setups: Sequence[Setup], by_hand: bool) -> float:
@@ -80,7 +116,7 @@ async def begin_life(supervisor: Supervisor, name: str, setups: Sequence[Setup],
         _check_routes(supervisor.setups[name], next(iter(former.values())))
         supervisor.handle(Add(name, by_hand))
         if name not in supervisor.core.members:
-            raise ClosedError("the pipeline was closed meanwhile; make a new one")
+            raise ClosedError(CLOSED)
         return await _wait_up(supervisor, name, supervisor.core.members[name].epoch - 1)
     except BaseException:
         await wait_shielded(asyncio.ensure_future(_remove(supervisor, name)))
@@ -98,12 +134,12 @@ def _check_routes(setup: Setup, running: Setup) -> None:
         )
 
 
-async def end_life(supervisor: Supervisor, name: str, emptied: Awaitable[bool], note_end: Callable[[], None]) -> None:
+async def end_life(supervisor: Supervisor, name: str, emptied: Emptied, note_end: Callable[[], None]) -> None:
     """End an instance for good; return once it is gone. ``emptied``, ``note_end``: as in ``replace_life``."""
     epoch = supervisor.core.members[name].epoch
     supervisor.handle(Leave(name, epoch))
     try:
-        empty = await emptied
+        empty = await emptied()
     except BaseException:
         supervisor.handle(Leave(name, epoch, leaving=False))
         raise
@@ -143,26 +179,29 @@ def _end_later(supervisor: Supervisor, name: str, epoch: int) -> None:
 async def _replace(
     supervisor: Supervisor, client: InstanceClient, former: dict[str, Setup], empty: bool, note_end: Callable[[], None]
 ) -> float:
-    name, epoch = client.name, client.setup.epoch
+    name, epoch, member = client.name, client.setup.epoch, supervisor.core.members[client.name]
     if empty:  # its leases have been released, or will be
         client.stop()
         await client.join()
     note_end()
+    last = member.newest - (member.next is not None) + MOST_TRIES
     supervisor.handle(Replace(name, epoch, WHY))
     try:
-        return await _wait_up(supervisor, name, epoch)
+        return await _wait_up(supervisor, name, epoch, last)
     except TrinityError:
         supervisor.setups = former
-        await _wait_up(supervisor, name, supervisor.core.members[name].epoch)
+        await _wait_up(supervisor, name, member.epoch)
         raise
 
 
-async def _wait_up(supervisor: Supervisor, name: str, epoch: int) -> float:
+async def _wait_up(supervisor: Supervisor, name: str, epoch: int, last: int | None = None) -> float:
     """Wait until a life after this one serves; return when it had loaded.
 
-    Raises the last problem where ``MOST_TRIES`` did not come up.
+    last: epoch after which no other is waited for; None: that of the ``MOST_TRIES``-th after this one. Raises the last
+    problem where none of them came up.
     """
-    member, last, loaded_at = supervisor.core.members[name], epoch + MOST_TRIES, 0.0
+    member, loaded_at = supervisor.core.members[name], 0.0
+    last = epoch + MOST_TRIES if last is None else last
     while member.phase is not LifePhase.UP or member.epoch <= epoch:
         if member.phase is LifePhase.CLOSED or (member.epoch >= last and member.phase in AWAY):
             text = f"instance {name} did not come up: {member.why}"

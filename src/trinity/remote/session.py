@@ -23,13 +23,14 @@ from trinity.core.routing import routing_policy
 from trinity.core.values import is_frontend
 from trinity.errors import HandshakeError, PeerLost, TransportError, TrinityError
 from trinity.memory.block_memory import BlockMemory
-from trinity.memory.weight_digests import LoadedFiles, known_whole_digest
+from trinity.memory.weight_digests import LoadedFiles
 from trinity.remote.agreement import check_layouts, hash_weights
 from trinity.remote.channel import TIMEOUT_S, Address, Channel, connect
 from trinity.remote.fellow_front_ends import REPORT_BACKLOG as REPORT_BACKLOG
 from trinity.remote.fellow_front_ends import Fellows
 from trinity.remote.handshake import BrokenHandshake
-from trinity.remote.instance_setup import describe_layouts, identify_model, load_instance, make_instance_connector
+from trinity.remote.instance_loading import BUSY_BEAT_S, load_life, send_while_open
+from trinity.remote.instance_setup import describe_layouts, make_instance_connector
 from trinity.remote.request_faults import decode_or_end, encode_all, end_requests, requests_of
 from trinity.remote.tls import TLSConfig
 from trinity.remote.wire import (
@@ -54,7 +55,6 @@ from trinity.runtime.host import InstanceHost
 from trinity.timeline import Timeline
 
 logger = logging.getLogger("trinity")
-BUSY_BEAT_S = 1.0  # while the model is loaded, or the core computes digests
 RETRY_S = 0.1  # between two attempts to reach a peer
 MAX_SLICES = 50_000  # of the timeline, which is sent to the front end in one frame at the end
 
@@ -119,18 +119,12 @@ class InstanceSession:
     async def _run(self, channel: Channel, setup: Setup) -> None:
         if self.model is not None:
             setup = msgspec.structs.replace(setup, model=self.model)
-        beating, directory = self.loop.create_task(_beat(channel)), Path(setup.model)
-        try:
-            files = await asyncio.to_thread(identify_model, setup)
-            loaded = await asyncio.to_thread(load_instance, setup)
-        finally:
-            beating.cancel()
+        self.connector, directory = make_instance_connector(setup, self.secret), Path(setup.model)
+        loaded, files, weights = await load_life(channel, setup, self.connector)
         self.pools = [weakref.ref(memory) for memory in loaded.memory.values()]
-        weights = "" if setup.paced else await asyncio.to_thread(known_whole_digest, directory, files)
         self.hello = Hello(
             setup.name, loaded.model.fingerprint, describe_layouts(loaded), setup.pipeline, setup.epoch, weights
         )
-        self.connector = make_instance_connector(setup, self.secret)
         self.host = InstanceHost(loaded, self, self.timeline, routing_policy(setup.routing))
         pools = self.connector.bind(setup.name, loaded.memory)
         up = self.host.announcement()
@@ -149,7 +143,7 @@ class InstanceSession:
 
     async def _report_weights(self, channel: Channel, directory: Path, loaded: LoadedFiles) -> None:
         try:
-            _send(channel, encode(WeightsDigest(await hash_weights(directory, loaded))))
+            send_while_open(channel, encode(WeightsDigest(await hash_weights(directory, loaded))))
         except OSError as error:
             logger.error("%s cannot read its weights again, to compare them: %s", self.hello.name, error)
 
@@ -227,9 +221,9 @@ class InstanceSession:
                 await self._link(name).wait()
         except TrinityError as error:
             why = InstanceFailure(type(error).__name__, f"{self.hello.name} cannot reach {name}: {error}")
-            return _send(frontend, encode(ConnectReport(name, epoch, why)))
+            return send_while_open(frontend, encode(ConnectReport(name, epoch, why)))
         self.host.post(peer.up)
-        _send(frontend, encode(ConnectReport(name, epoch)))
+        send_while_open(frontend, encode(ConnectReport(name, epoch)))
 
     async def _reach(self, peer: InstanceInfo) -> None:
         """Connect to a peer, again and again: the front end says when to give up, and which of the two is at fault.
@@ -339,22 +333,12 @@ class InstanceSession:
     def _send(self, name: str, frame: bytes) -> None:
         channel = self._peers.get(name)
         if channel is not None:
-            _send(channel, frame)
+            send_while_open(channel, frame)
 
     def _send_all(self, frames: list[bytes]) -> None:
         if self._frontend is not None:
             for frame in frames:
-                _send(self._frontend, frame)
-
-
-def _send(channel: Channel, frame: bytes) -> None:
-    """Send a frame unless the channel is closed, which its reader notices."""
-    if not channel.closed:
-        try:
-            channel.send(frame)
-        except TransportError as error:
-            logger.warning("a control channel is closed, a message could not be sent: %s", error)
-            channel.abort()
+                send_while_open(self._frontend, frame)
 
 
 def _may_pass(error: TransportError) -> bool:
@@ -362,13 +346,6 @@ def _may_pass(error: TransportError) -> bool:
     if isinstance(error.__cause__, ssl.SSLError):
         return isinstance(error.__cause__, ssl.SSLEOFError)
     return isinstance(error, (PeerLost, BrokenHandshake))
-
-
-async def _beat(channel: Channel) -> None:
-    """Say that the instance lives while a thread of it loads."""
-    while True:
-        await asyncio.sleep(BUSY_BEAT_S)
-        _send(channel, encode(StillBusy()))
 
 
 async def _beat_while_digesting(channel: Channel, host: InstanceHost) -> None:
@@ -381,11 +358,11 @@ async def _beat_while_digesting(channel: Channel, host: InstanceHost) -> None:
         await asyncio.sleep(BUSY_BEAT_S)
         if host.blocks_digested != seen:
             seen = host.blocks_digested
-            _send(channel, encode(StillBusy()))
+            send_while_open(channel, encode(StillBusy()))
 
 
 async def _give_up(channel: Channel, why: InstanceFailure) -> None:
-    _send(channel, encode(why))
+    send_while_open(channel, encode(why))
     with suppress(TransportError):
         await channel.aclose()
 

@@ -1,8 +1,8 @@
-"""Records of SupervisorCore: phases of an instance's life, an instance, and the link of two."""
+"""Records of SupervisorCore: phases of an instance's life, an instance, its next life, and the link of two."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from math import inf
 
@@ -23,6 +23,19 @@ ALIVE = (LifePhase.LOADING, *PRESENT)
 
 
 @dataclass(slots=True)
+class NextLife:
+    """A life that is prepared beside the present one of its name, and holds nothing that the name stands for.
+
+    ``prepared``: it waits for the word to go on. ``suspected``: it waits, and has said nothing of late.
+    """
+
+    epoch: int
+    launcher: int
+    prepared: bool = False
+    suspected: bool = False
+
+
+@dataclass(slots=True)
 class Member:
     """Record of one instance."""
 
@@ -30,6 +43,9 @@ class Member:
     by_hand: bool
     phase: LifePhase = LifePhase.WAITING
     epoch: int = -1
+    newest: int = -1  # epoch of the last life that was launched, also of one that was prepared for nothing
+    next: NextLife | None = None
+    dismissed: dict[int, int] = field(default_factory=dict)  # launchers of such, by epoch, until they have ended
     launcher: int = 0
     born: int = 0  # order of loading: of two that do not get on the younger goes
     since: float = -inf  # when it came up

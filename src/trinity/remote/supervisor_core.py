@@ -10,21 +10,30 @@ event                   commands
                         ``MOST_UNMET`` lives in a row could not reach it
 ``Refused``             the same as ``Lost`` for the younger of the two, which counts as one that did not come up
 ``Lost``                ``Fence`` it, ``Separate`` the others from it, ``Down``; ``Up`` of whoever waited for it
-``Ended``               none; ``Launch`` of the next life after a pause
+``Ended``               none; after a pause ``Proceed`` of the next life if one was prepared and speaks, else ``Launch``
 ``Leave``               ``Leaving``, which is told again when another comes up
+``LoadNext``            ``Launch`` of the next life, which waits; ``Fence`` first of one that was prepared before
+``NextLoaded``          none
+``Lost`` of the next    ``Fence`` it, ``NextLost``: the present life goes on, and whatever follows it is launched
+``Quiet`` of the next   the same from ``silence_s`` on, as while one loads
+``Ended`` of the next   none
+``DropNext``           ``Fence`` of the next one
 ``Replace``             the same as ``Lost``, but planned: not counted, and no pause before the next ``Launch``
 ``Add``                 the same as ``Begin``, of one more; its epochs follow those of one of its name before
 ``Remove``              the same as ``Replace``, without a next life: ``Removed`` once it has ``Ended``
 ``Quiet``               ``Suspect`` from ``SUSPECT_S`` on; the same as ``Lost`` from ``silence_s`` on
-``LauncherGone``        the same as ``Lost`` for what it was starting; the next ``Launch`` begins with ``StartLauncher``
+``LauncherGone``        the same as ``Lost`` for what it was starting or preparing, not for what is prepared: if that is
+                        gone, its channel ends; the next ``Launch`` begins with ``StartLauncher``
 ``LauncherStuck``       the same; ``EndLauncher`` once no instance that it started is left
-``Retire``              none: whoever is lost from now on stays away
+``Retire``              ``Fence`` of what was prepared; whoever is lost from now on stays away
 ``CloseAll``            ``Fence`` of all
 ``Tick``                whatever is due
 ======================  ============================================================================================
 
-A life is a name and an epoch; an event of another life than the present one is ignored. A new life begins only after
-the old one has ``Ended``, so that two of a name never reach the same memory.
+A life is a name and an epoch; an event of another life than the present one, and the next one where it is prepared, is
+ignored. A new life is launched, or told to proceed, only after the old one has ``Ended``, so that two of a name never
+reach the same memory: one that is prepared has none of it (``prepared_lives``). It has an epoch of its own from the
+first, which no other gets. Where the present life is lost it takes over, also before it has said that it is ready.
 """
 
 from __future__ import annotations
@@ -35,6 +44,9 @@ from math import inf
 from typing import Any
 
 from trinity.core.messages import Tick
+from trinity.remote.prepared_lives import LOADING_SILENCE_S as LOADING_SILENCE_S
+from trinity.remote.prepared_lives import OF_THE_NEXT, PreparedLives
+from trinity.remote.prepared_lives import SUSPECT_S as SUSPECT_S
 from trinity.remote.supervised_lives import ALIVE, PRESENT, Member, Pair
 from trinity.remote.supervised_lives import LifePhase as LifePhase
 from trinity.remote.supervisor_messages import (
@@ -42,6 +54,7 @@ from trinity.remote.supervisor_messages import (
     Begin,
     CloseAll,
     Down,
+    DropNext,
     Ended,
     EndLauncher,
     Event,
@@ -56,7 +69,10 @@ from trinity.remote.supervisor_messages import (
     Leaving,
     Linked,
     Loaded,
+    LoadNext,
     Lost,
+    NextLoaded,
+    OfALife,
     Quiet,
     Refused,
     Remove,
@@ -64,14 +80,11 @@ from trinity.remote.supervisor_messages import (
     Replace,
     Retire,
     Separate,
-    StartLauncher,
     Suspect,
     Unlinked,
     Up,
 )
 
-SUSPECT_S = 2.0  # of silence: requests are routed past it
-LOADING_SILENCE_S = 20.0  # imports and kernels may hold an interpreter for seconds
 LEAVING_SILENCE_S = 4.0  # when the pipeline is being closed, nothing is lost with one that is slow
 MEET_S = 30.0  # for two instances that have loaded and speak to be linked
 RELINK_S = 2.0  # until one of two that have lost their link must have been heard to be lost
@@ -85,7 +98,7 @@ MOST_UNMET = 3  # lives that could not reach an elder, before it is the elder th
 STEADY_S = 30.0  # up for so long, it is as good as one that was never lost
 
 
-class SupervisorCore:
+class SupervisorCore(PreparedLives):
     """``handle(event, now) -> [command]``; ``next_timer()`` is when a Tick is due. See the module's table."""
 
     def __init__(self, names: Sequence[str], by_hand: Sequence[str] = (), silence_s: float = 20.0) -> None:
@@ -101,14 +114,23 @@ class SupervisorCore:
 
     def handle(self, event: Event | Tick, now: float) -> list[Event]:
         self._out = []
-        if isinstance(event, (Loaded, Linked, Unlinked, Refused, Lost, Leave, Replace, Ended, Quiet)):
+        if isinstance(event, OfALife):
             member = self.members.get(event.name)
             if member is not None and member.epoch == event.epoch:
                 OF_A_LIFE[type(event)](self, member, event, now)
+            elif member is not None and self._is_of_next(member, event.epoch) and type(event) in OF_THE_NEXT:
+                OF_THE_NEXT[type(event)](self, member, event, now)
+            if member is not None:
+                self._drop_if_over(member)
         else:
             OF_ALL[type(event)](self, event, now)
         self._end_launchers()
         return self._out
+
+    @property
+    def unended(self) -> list[str]:
+        """Names of instances of which a process is not known to have ended, or another may still be started."""
+        return [each.name for each in self.members.values() if each.phase is not LifePhase.CLOSED or each.dismissed]
 
     def next_timer(self) -> float | None:
         """Clock time at which a Tick is due; None for never."""
@@ -131,11 +153,10 @@ class SupervisorCore:
 
     def _start(self, member: Member) -> None:
         member.phase, member.due, member.suspected, member.unmet = LifePhase.LOADING, inf, False, 0
-        member.epoch += 1
-        if not member.by_hand and not self.launcher:
-            self.launcher = next(self._launchers)
-            self._out.append(StartLauncher(self.launcher))
-        member.launcher = 0 if member.by_hand else self.launcher
+        if self._launch_next(member):
+            return
+        member.newest += 1
+        member.epoch, member.launcher = member.newest, self._take_launcher(member)
         self._out.append(Launch(member.name, member.epoch, member.launcher))
 
     def _loaded(self, member: Member, event: Loaded, now: float) -> None:
@@ -233,22 +254,25 @@ class SupervisorCore:
         """End an instance for good: its present life first, where there is one."""
         member = self.members[event.name]
         member.removed = True
+        self._dismiss(member)
         if member.phase in ALIVE:
             self._end(member, event.why, now, planned=True)
         elif member.phase is not LifePhase.ENDING:
-            self._drop(member)
+            member.phase, member.due = LifePhase.CLOSED, inf
+        self._drop_if_over(member)
 
-    def _drop(self, member: Member) -> None:
-        del self.members[member.name]
-        self._last_epochs[member.name] = member.epoch
-        self._out.append(Removed(member.name, member.epoch))
+    def _drop_if_over(self, member: Member) -> None:
+        """Forget an instance that was removed once no process of it is left."""
+        if member.removed and member.phase is LifePhase.CLOSED and not member.dismissed:
+            del self.members[member.name]
+            self._last_epochs[member.name] = member.newest
+            self._out.append(Removed(member.name, member.epoch))
 
     def _ended(self, member: Member, event: Ended, now: float) -> None:
-        if member.phase is LifePhase.ENDING and member.removed:
-            self._drop(member)
-        elif member.phase is LifePhase.ENDING:
-            member.phase = LifePhase.CLOSED if self.closing else LifePhase.WAITING
-            member.due = inf if self.closing else max(now, member.pause)
+        if member.phase is LifePhase.ENDING:
+            over = self.closing or member.removed
+            member.phase = LifePhase.CLOSED if over else LifePhase.WAITING
+            member.due = inf if over else max(now, member.pause)
 
     def _quiet(self, member: Member, event: Quiet, now: float) -> None:
         longest = self.silence_s if member.phase in PRESENT else max(self.silence_s, LOADING_SILENCE_S)
@@ -269,11 +293,15 @@ class SupervisorCore:
         self._stuck.add(event.number)
         word = "has ended" if isinstance(event, LauncherGone) else "does not answer"
         for member in self.members.values():
+            why = f"the launcher of instance processes {word}"
+            if member.next is not None and member.next.launcher == event.number and not member.next.prepared:
+                self._lose_next(member, why)
             if member.launcher == event.number and member.phase is LifePhase.LOADING:
-                self._lose(member, f"the launcher of instance processes {word}", now)
+                self._lose(member, why, now)
 
     def _end_launchers(self) -> None:
         needed = {each.launcher for each in self.members.values() if each.phase in (*ALIVE, LifePhase.ENDING)}
+        needed.update(self._launchers_of_next())
         for number in sorted(self._stuck - needed):
             self._stuck.discard(number)
             self._out.append(EndLauncher(number))
@@ -287,7 +315,7 @@ class SupervisorCore:
     def _add(self, event: Add, now: float) -> None:
         if not self.closing:
             last = self._last_epochs.pop(event.name, -1)
-            self.members[event.name] = Member(event.name, event.by_hand, epoch=last)
+            self.members[event.name] = Member(event.name, event.by_hand, epoch=last, newest=last)
             self._start(self.members[event.name])
 
     def _tick(self, event: Tick, now: float) -> None:
@@ -320,6 +348,7 @@ class SupervisorCore:
     def _retire(self, event: Retire | CloseAll, now: float) -> None:
         self.closing = True
         for member in self.members.values():
+            self._dismiss(member)
             if member.phase is LifePhase.WAITING:
                 member.phase, member.due = LifePhase.CLOSED, inf
 
@@ -351,6 +380,9 @@ OF_A_LIFE: dict[type[Event], Callable[[SupervisorCore, Member, Any, float], None
     Refused: SupervisorCore._refused,
     Lost: SupervisorCore._lost,
     Leave: SupervisorCore._leave,
+    LoadNext: SupervisorCore._load_next,
+    NextLoaded: lambda core, member, event, now: None,  # it was given the word before it said so
+    DropNext: SupervisorCore._drop_next,
     Replace: SupervisorCore._replace,
     Ended: SupervisorCore._ended,
     Quiet: SupervisorCore._quiet,

@@ -125,6 +125,27 @@ class Leave(Event, frozen=True):
     leaving: bool = True
 
 
+class LoadNext(Event, frozen=True):
+    """Its next life is to load beside it, up to where it would need what this one has."""
+
+    name: str
+    epoch: int
+
+
+class NextLoaded(Event, frozen=True):
+    """The life that loads beside the present one of its name waits for the word to go on."""
+
+    name: str
+    epoch: int
+
+
+class DropNext(Event, frozen=True):
+    """It goes on as it is: the life that was prepared to follow it is not wanted."""
+
+    name: str
+    epoch: int
+
+
 class Replace(Event, frozen=True):
     """Its life is to end now, for the next one: it is not lost."""
 
@@ -155,6 +176,10 @@ class CloseAll(Event, frozen=True):
     """End everything."""
 
 
+OfALife = (
+    Loaded | Linked | Unlinked | Refused | Lost | Leave | LoadNext | NextLoaded | DropNext | Replace | Ended | Quiet
+)
+
 # ---------------------------------------------------------------- commands
 
 
@@ -171,11 +196,30 @@ class EndLauncher(Event, frozen=True):
 
 
 class Launch(Event, frozen=True):
-    """Start and load a life; answered by Loaded or Lost. ``launcher`` 0: it runs already, at its address."""
+    """Start and load a life; answered by Loaded or Lost. ``launcher`` 0: it runs already, at its address.
+
+    ``waits``: up to where it would need what the present life of its name has; answered by NextLoaded or Lost.
+    """
 
     name: str
     epoch: int
     launcher: int
+    waits: bool = False
+
+
+class Proceed(Event, frozen=True):
+    """Give a life that was prepared the word to go on: no other of its name is left. Answered by Loaded or Lost."""
+
+    name: str
+    epoch: int
+
+
+class NextLost(Event, frozen=True):
+    """A life that was prepared is lost, and the present one of its name goes on."""
+
+    name: str
+    epoch: int
+    why: str
 
 
 class Introduce(Event, frozen=True):

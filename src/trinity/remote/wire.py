@@ -105,7 +105,8 @@ class Setup(Value, frozen=True, kw_only=True):
     ``routes``: transports by kind of block. ``stages``: names of the entry point ``trinity.stages``. ``pipeline`` tells
     this pipeline's instances from those of an earlier one. ``config`` is the digest of the front end's copy of the
     checkpoint's config.json. ``beside``: the pipeline's other instances on the same device. ``shelf``: the socket where
-    they leave weights for each other; "": none. ``host``: where this one is, as the pipeline names hosts.
+    they leave weights for each other; "": none. ``host``: where this one is, as the pipeline names hosts. ``waits``: a
+    life of its name serves still; it loads what memory allows beside that, and waits for ``ProceedInstance``.
     """
 
     name: str
@@ -150,6 +151,7 @@ class Setup(Value, frozen=True, kw_only=True):
     beside: tuple[DeviceTenant, ...] = ()
     shelf: str = ""
     host: str = ""
+    waits: bool = False
 
 
 class Attach(Value, frozen=True):
@@ -178,6 +180,16 @@ class StopInstance(Value, frozen=True):
     """Front end to an instance: end once it has no requests, or ``at_once``."""
 
     at_once: bool = False
+
+
+class InstancePrepared(Value, frozen=True):
+    """Instance to front end: it waits for ``ProceedInstance``, and has no pool. ``weights``: it has loaded those."""
+
+    weights: bool
+
+
+class ProceedInstance(Value, frozen=True):
+    """Front end to an instance that waits, or will: the life that it follows has ended, and its memory is free."""
 
 
 class Slices(Value, frozen=True):
@@ -327,6 +339,8 @@ ControlMessage = (
     | Slices
     | Spare
     | InstanceInfo
+    | InstancePrepared
+    | ProceedInstance
     | StillBusy
     | StopInstance
     | Submit

@@ -153,6 +153,17 @@ def make_built_in_stages(setup: StageSetup, taken: str) -> list[Stage]:
     return made
 
 
+def check_pools(
+    spec: Instance, model: LoadedModel | EmulatedModel, pools: Mapping[str, int], cache: CacheConfig
+) -> dict[str, BlockShape]:
+    """Return the shapes of an instance's blocks. Raises ``ConfigError`` where a pool that it needs has none."""
+    shapes = block_shapes(spec.roles, model, cache)
+    missing = [kind for kind in shapes if pools.get(kind, 0) < 1]
+    if missing:
+        raise ConfigError(f"instance {spec.name} ({spec.roles}) needs at least one block of {', '.join(missing)}")
+    return shapes
+
+
 def build_instance(
     spec: Instance,
     model: LoadedModel | EmulatedModel,
@@ -168,10 +179,7 @@ def build_instance(
     ``ConfigError`` if it cannot run here, or a pool has no block.
     """
     check_cores(spec.cores, spec.name)
-    shapes = block_shapes(spec.roles, model, cache)
-    missing = [kind for kind in shapes if pools.get(kind, 0) < 1]
-    if missing:
-        raise ConfigError(f"instance {spec.name} ({spec.roles}) needs at least one block of {', '.join(missing)}")
+    shapes = check_pools(spec, model, pools, cache)
     device = spec.device or "cpu"
     if device == "cpu":
         needed = sum(shape.block_bytes * pools[kind] for kind, shape in shapes.items())

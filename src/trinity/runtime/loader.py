@@ -17,7 +17,7 @@ from trinity.core.scheduler import BatchRules, latency_bound
 from trinity.core.transfers import TransferPolicy
 from trinity.costs.budgets import StepBudgets
 from trinity.costs.device_memory import POOL_SHARE, DeviceTenant, free_when_loaded, group_by_device, share_of_pools
-from trinity.costs.pool_sizes import available_memory, size_pools
+from trinity.costs.pool_sizes import available_memory, fits_beside, size_pools
 from trinity.costs.step_cost import CostTables
 from trinity.demo import SHAPES_MODEL
 from trinity.emulation.model import EmulatedModel
@@ -32,7 +32,7 @@ from trinity.preprocess.checkpoint import check_directory
 from trinity.preprocess.media_limits import MediaLimits
 from trinity.preprocess.processor import RequestProcessor
 from trinity.preprocess.worker_processes import KillableProcessor
-from trinity.runtime.host import InstanceHost, LoadedInstance, Network, block_shapes, build_instance
+from trinity.runtime.host import InstanceHost, LoadedInstance, Network, block_shapes, build_instance, check_pools
 from trinity.runtime.profiler import predict_emulated_budgets, profile_budgets, profile_tables
 from trinity.timeline import Timeline
 from trinity.traces.trace import SLO
@@ -158,6 +158,22 @@ def load_instances(
     return loaded
 
 
+def hold_weights(config: ServingConfig, spec: Instance) -> object | None:
+    """Load the weights of an instance that is to follow another; ``load_instances`` finds them while this is held.
+
+    None where memory does not allow them beside those of the other one. Blocks: run it on a thread. Raises
+    ``ConfigError`` as ``load_instances`` does for weights, and for pools that were set and have no block.
+    """
+    device = spec.device or config.device
+    if not fits_beside(device, _count_weights(config, spec.roles, device)):
+        return None
+    model = _get_model(config, _complete_spec(config, spec, [spec]))
+    pools = describe_tenant(spec, config.cache).pools
+    if pools is not None:
+        check_pools(spec, model, pools, config.cache)
+    return model
+
+
 def profile_copies(
     config: ServingConfig,
     instances: Sequence[Instance],
@@ -224,26 +240,6 @@ def _get_model(config: ServingConfig, spec: Instance) -> LoadedModel | EmulatedM
         return load_model(
             config.model, spec.roles, dtype=config.dtype, device=device, packed=packed, shelf=config.shelf
         )
-
-
-def import_model_classes(model: Path) -> None:
-    """Import the modules of a checkpoint's classes, which takes seconds. Raises whatever is wrong with it.
-
-    transformers' table of renamed weights, too, whose patterns take as long to compile as the rest of a small load.
-    """
-    import transformers
-    from transformers.models.auto.modeling_auto import MODEL_MAPPING
-
-    from trinity.preprocess.checkpoint import read_config
-    from trinity.stages.models.loader import find_model_class
-
-    config = read_config(model)
-    find_model_class(config)
-    for name in config.sub_configs:
-        MODEL_MAPPING.get(type(getattr(config, name)), None)
-    table = getattr(transformers, "conversion_mapping", None)  # no promise of theirs
-    compile_table = getattr(table, "get_checkpoint_conversion_mapping", lambda model_type: None)
-    compile_table(config.model_type)
 
 
 def make_hosts(

@@ -83,6 +83,12 @@ class AutoTransport:
             raise self._no_transport(f"the {memory.kind} pool")
         return msgspec.msgpack.encode(AutoDescriptor(identify_host(), os.getpid(), pools))
 
+    def prepare(self) -> None:
+        """Prepare every transport that can be and runs here."""
+        for scheme in self._schemes:
+            with self._record_unavailable(scheme):
+                getattr(self._transport(scheme), "prepare", lambda: None)()
+
     def withdraw(self, memory: BlockMemory) -> None:
         """Let go of a published pool in every transport that has it."""
         for transport in self._transports.values():
@@ -107,8 +113,8 @@ class AutoTransport:
         near = peer.host == identify_host()
         return near and (scheme != "inproc" or peer.process == os.getpid())
 
-    def _transport(self, scheme: str, memory: BlockMemory) -> Transport:
-        if scheme == "cuda_ipc" and memory.raw is not None:
+    def _transport(self, scheme: str, memory: BlockMemory | None = None) -> Transport:
+        if scheme == "cuda_ipc" and (memory is None or memory.raw is not None):
             raise TransportUnavailable("the pool is in CPU memory", scheme)
         others = [each for each in self._transports if each in BETWEEN_HOSTS and each != scheme]
         if scheme in BETWEEN_HOSTS and others:

@@ -52,7 +52,8 @@ class Transport(Protocol):
 
     ``scheme`` is its name. A transport that never leaves the host sets ``network = False``; blocks of all others are
     verified by digests unless the connector says otherwise. One that needs pools in memory files, which other processes
-    can map, sets ``shared = True``. One that can let go of a pool before it is closed has ``withdraw(memory)``.
+    can map, sets ``shared = True``. One that can let go of a pool before it is closed has ``withdraw(memory)``, and one
+    that can start what serves pools of this host's memory before there is any has ``prepare()``, which may block.
     """
 
     scheme: str

@@ -113,16 +113,17 @@ class NixlDescriptor(msgspec.Struct, frozen=True):
     key: bytes
 
 
-def make_agent(region: Region) -> Any:
+def make_agent(gpu: int | None) -> Any:
     """Make a nixl agent with a unique name: a peer that restarts must not be taken for its predecessor.
 
+    ``gpu``: ordinal of the GPU that holds its first pool; None for memory of the host.
     Raises ``TransportUnavailable`` if nixl or its UCX backend cannot be used.
     """
     api = load_nixl()
     sync = api.nixl_thread_sync_t.NIXL_THREAD_SYNC_RW
     settings = api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"], sync_mode=sync)
     try:
-        with use_device(region.gpu):  # UCX asks for the calling thread's CUDA context
+        with use_device(gpu):  # UCX asks for the calling thread's CUDA context
             return api.nixl_agent(f"trinity-{os.getpid()}-{secrets.token_hex(8)}", settings)
     except Exception as error:
         raise TransportUnavailable(f"nixl has no UCX here: {error!r}", "nixl") from error
@@ -155,7 +156,7 @@ class NixlLink(Link):
 
     def _connect(self) -> None:
         """Connect and read one number: the first transfer takes a tenth of a second, later ones microseconds."""
-        self._agent = make_agent(self._ours)
+        self._agent = make_agent(self._ours.gpu)
         self._agent.register_memory(self._local_generations.whole, "DRAM")
         self._agent.register_memory(self._ours.whole, self._ours.memory)
         self._agent.add_remote_agent(self._theirs.metadata)

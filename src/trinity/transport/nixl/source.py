@@ -137,10 +137,13 @@ class PushWriter:
 
 
 class NixlSource:
-    """Agent whose pools peers read. Its thread makes progress where the medium needs it, as TCP does, and writes."""
+    """Agent whose pools peers read. Its thread makes progress where the medium needs it, as TCP does, and writes.
 
-    def __init__(self, first: Region) -> None:
-        self._agent, self._gpu = make_agent(first), first.gpu
+    ``gpu``: ordinal of the GPU that holds the first pool, the thread's current device; None for none.
+    """
+
+    def __init__(self, gpu: int | None = None) -> None:
+        self._agent, self._gpu = make_agent(gpu), gpu
         self.name: str = self._agent.name
         self.key = RequestKey(self.name)
         self._regions: dict[Region, Any] = {}

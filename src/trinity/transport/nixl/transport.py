@@ -38,10 +38,15 @@ class NixlTransport(LinkTransport):
         super().__init__(timeout_s=timeout_s)
         self._memories: list[BlockMemory] = []  # keeps registered memory alive
 
+    def prepare(self) -> None:
+        """Make the agent of pools in this host's memory, which takes half a second."""
+        if self._source is None:
+            self._source = NixlSource()
+
     def publish(self, memory: BlockMemory) -> bytes:
         pool, generations = pool_region(memory), generations_region(memory)
         if self._source is None:
-            self._source = NixlSource(pool)
+            self._source = NixlSource(pool.gpu)
         metadata = self._source.register(pool, generations)
         self._memories.append(memory)
         return msgspec.msgpack.encode(

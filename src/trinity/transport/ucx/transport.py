@@ -35,6 +35,11 @@ class UcxTransport(LinkTransport):
         load_ucxx()
         super().__init__(timeout_s=timeout_s)
 
+    def prepare(self) -> None:
+        """Start the thread that serves pools in this host's memory, with UCX in it, which takes a while."""
+        if self._source is None:
+            self._source = UcxSource()
+
     def publish(self, memory: BlockMemory) -> bytes:
         if self._source is None:
             self._source = UcxSource(memory.gpu)
