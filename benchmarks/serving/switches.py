@@ -179,8 +179,8 @@ def summed(switches: Sequence[Switch], pair: str) -> Parts:
     """Of the switches from one role to another."""
     of_pair = [each for each in switches if f"{each.former}>{each.roles}" == pair]
     values = [(each.prepare_s, each.drain_s, each.migration_s, each.onload_s, each.change_s) for each in of_pair]
-    medians = [median(part) for part in zip(*values, strict=True)]
-    return Parts(*medians, most=max(each.change_s for each in of_pair))
+    prepare, drain, migration, onload, beside = (median(part) for part in zip(*values, strict=True))
+    return Parts(prepare, drain, migration, onload, beside, max(each.change_s for each in of_pair))
 
 
 def aims(found: Sequence[Measured], parts: dict[tuple[str, str], Parts]) -> Iterator[Aim]:

@@ -168,7 +168,7 @@ class InstanceSupervisor:
     def _give_up(self, command: Event) -> None:
         """Lose the life whose command raised: those behind it are carried out all the same."""
         logger.exception("%s was not carried out", command)
-        if isinstance(command, (Launch, Introduce, Separate, Up)):
+        if isinstance(command, (Launch, Proceed, Introduce, Separate, Up)):
             self._events.append(Lost(command.name, command.epoch, f"{type(command).__name__} failed: see the log"))
         elif isinstance(command, StartLauncher):
             self._events.append(LauncherGone(command.number))
