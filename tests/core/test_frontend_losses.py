@@ -11,7 +11,7 @@ import pytest
 
 from support.core_tables import brief, emitted, make_frontend, peer_up, work
 from trinity.core.frontend import Abort, End, FrontendCore
-from trinity.core.messages import Finished, Gone, Moved, PeerDown, PeerUp, Sampled, Submit, Value
+from trinity.core.messages import Failure, Finished, Gone, Moved, PeerDown, PeerSuspect, PeerUp, Sampled, Submit, Value
 
 TO_P0 = Moved("r", 0, "P0", 1)
 TO_D0 = Moved("r", 0, "D0", 2, 0, "P0", 0)
@@ -117,13 +117,49 @@ def test_what_was_given_to_a_lost_instance(events: tuple[Value, ...], fails: boo
 
 
 def test_the_loss_of_the_one_with_the_first_token_matters_until_that_has_come() -> None:
-    _, ends = told(TO_P0, TO_D0, PeerDown("P0"))
-    assert ends == [("r", "StageError")]
     core, ends = told(TO_P0, TO_D0, FIRST, PeerDown("P0"))
     assert not ends
     assert brief(core.handle(SECOND, 1.0)) == ["deliver r#1=6"]
     core, ends = told(TO_P0, TO_D0, PeerDown("E0"))
     assert not ends, "no token comes from an encoder"
+
+
+NOT_HERE = Failure("MigrationError", "P0 was lost before its blocks were here", {"cause": "PeerLost", "source": "P0"})
+BROKE_OFF = Finished(request="r", attempt=0, reason="error", failure=NOT_HERE, route=("E0", "P0", "D0"))
+
+
+@pytest.mark.parametrize(
+    ("word", "why"),
+    [
+        (SECOND, "StageError"),
+        (BROKE_OFF, "MigrationError"),
+        (WHOLE, "StageError"),
+        (PeerDown("D0"), "StageError"),
+        (PeerSuspect("D0", 0, True), "StageError"),
+    ],
+    ids=["it decodes", "not all had come", "it has served it", "it is lost", "it is silent"],
+)
+@pytest.mark.parametrize("first", [True, False], ids=["the loss first", "the word first"])
+def test_where_the_first_token_is_lost_its_target_says_what_has_come(word: Value, why: str, first: bool) -> None:
+    """What it keeps of the text is known by then. One that has all of it cannot make up for the token."""
+    core, ends = told(TO_P0, TO_D0, PeerDown("P0"))
+    assert not ends
+    core, ends = told(TO_P0, TO_D0, *((PeerDown("P0"), word) if first else (word, PeerDown("P0"))))
+    assert ends == [("r", why)]
+    assert not core.entries
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_nobody_waits_for_that_word_where_a_source_offers_the_request_once_more(late: bool) -> None:
+    """Two would go on with one life: P0 was lost with its Release."""
+    back = Moved("r", 0, "E0", 2)
+    _, ends = told(TO_P0, TO_D0, *((PeerDown("P0"), back) if late else (back, PeerDown("P0"))))
+    assert ends == [("r", "StageError")]
+
+
+def test_nobody_waits_for_that_word_where_the_end_was_planned() -> None:
+    _, ends = told(TO_P0, TO_D0, PeerDown("P0", planned=True))
+    assert ends == [("r", "StageError")]
 
 
 def test_a_cancel_goes_around_an_instance_that_is_lost() -> None:

@@ -125,7 +125,8 @@ def test_a_loss_after_it_was_sent_again_counts_the_tokens_of_the_new_attempt() -
     core.handle(sent_back(2), 5.0)
     core.handle(Moved("r", 1, "P0", 1), 6.0)
     core.handle(Moved("r", 1, "D0", 2, source="P0"), 6.0)
-    (end,) = [each for each in core.handle(PeerDown("P0"), 7.0) if isinstance(each, End)]
+    assert not [each for each in core.handle(PeerDown("P0"), 7.0) if isinstance(each, End)], "D0 has not spoken"
+    (end,) = [each for each in core.handle(emitted(("r", 1, 3, Sampled(8))), 7.0) if isinstance(each, End)]
     assert end.reason == "error"
 
 

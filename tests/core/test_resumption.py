@@ -219,6 +219,7 @@ def test_one_that_encodes_and_prefills_is_come_back_to() -> None:
 
 def test_without_that_choice_all_is_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(frontend_starts, "find_cached", lambda *rest: None)
+    monkeypatch.setattr(frontend_starts, "name_holder", lambda router, work, tokens, first, but: (work, first))
     assert computed(run("E+2P+2D", "D0", DECODES[0]))[0] > 80
 
 

@@ -260,6 +260,17 @@ def test_features_of_a_holder_come_with_digests_of_their_own() -> None:
     assert ends.source.add_digests(Send("D0", Fetched("P0:1/0", "P0")), []) == Fetched("P0:1/0", "P0")
 
 
+def test_of_kv_that_is_fetched_as_many_digests_are_taken_as_blocks_are_pulled() -> None:
+    ends = Ends(offer())
+    answer = ends.source.add_digests(Send("D0", Fetched("P0:2/0", "P0", (3, 1, 2), kind="kv")), [])
+    assert isinstance(answer, Fetched)
+    assert answer.digests == tuple(compute_digests(ends.ours["kv"].pool, (3, 1, 2)))
+    ends.target.observe(answer)
+    told = ends.arrive(replace(pull("kv", (1, 2)), offer="P0:2"))
+    assert told.digests == answer.digests[1:]
+    assert ends.check(told) >= 0
+
+
 def test_a_lost_peer_ends_it_too() -> None:
     ends = Ends(offer())
     for side in (ends.source, ends.target):

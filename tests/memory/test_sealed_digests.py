@@ -59,7 +59,8 @@ def ship(asked: Pull, ours: bytes = KEY, theirs: bytes = KEY, fetched: bool = Fa
     part = Part(() if fetched else BLOCKS, tail=asked.tail)
     work = Work(request="r", prompt=(1, 2))
     said: list[Offer | Ready | Fetched] = [Offer(id="P0:1", kind=asked.kind, source="P0", work=work, parts=(part,))]
-    said.append(Fetched("P0:1/0", "P0", BLOCKS, tail=asked.tail) if fetched else Ready("P0:1", (0,), asked.layers))
+    answer = Fetched("P0:1/0", "P0", BLOCKS, tail=asked.tail, kind=asked.kind)
+    said.append(answer if fetched else Ready("P0:1", (0,), asked.layers))
     for message in said:
         receiver.observe(sender.add_digests(Send("D0", message), ["P0:1"]))
     target[asked.kind].tensor[:3] = source[asked.kind].tensor[list(BLOCKS)]
@@ -71,7 +72,13 @@ def check(memory: BlockMemory, asked: Pull, key: bytes = KEY) -> float:
     return verify_pull(memory, asked, asked.digests, key)
 
 
-WAYS = [(pull("kv"), False), (pull("kv", (1, 3), 2), False), (pull("image", tail=3), False), (pull("image"), True)]
+WAYS = [
+    (pull("kv"), False),
+    (pull("kv", (1, 3), 2), False),
+    (pull("image", tail=3), False),
+    (pull("image"), True),
+    (pull("kv"), True),
+]
 
 
 @pytest.mark.parametrize(("asked", "fetched"), WAYS)

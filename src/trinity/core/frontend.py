@@ -182,7 +182,16 @@ class FrontendCore(FrontendDeaths):
             entry.tokens.append(sampled.token)
             entry.delivered += 1
         self._has_gone_on(entry)
-        self._settle(entry, now)
+        self._settle_or_fail(entry, now)
+
+    def _settle_or_fail(self, entry: FrontendRequest, now: float) -> None:
+        """Settle it, unless tokens that are missing were those of a lost instance: whoever has it has spoken."""
+        missing = entry.early or (entry.finished is not None and entry.delivered < entry.finished.count)
+        lost = find_loss(entry, self.router) if missing else None
+        if lost is not None:
+            self._fail(entry, lost, now)
+        else:
+            self._settle(entry, now)
 
     # ---------------------------------------------------------------- instances come and go
 
@@ -198,9 +207,11 @@ class FrontendCore(FrontendDeaths):
         entry = self._current(event.request, event.attempt, event.to)
         if entry is None:
             self._trace(event.request, Life(event.to, event.epoch), now)
-        if entry is not None and not is_passed_by(entry, event, self.router):
+            return
+        entry.passed = entry.passed or is_passed_by(entry, event, self.router)
+        if not is_passed_by(entry, event, self.router):
             self._out += note_moved(entry, event)
-            self._check_lives(entry, now)
+        self._check_lives(entry, now)
 
     def _missing(self, event: Gone, now: float) -> None:
         """Fail a request that was handed to a lost instance, unless that one or a later one has spoken of it."""
@@ -271,7 +282,7 @@ class FrontendCore(FrontendDeaths):
             return
         if entry.finished is None or event.cut:  # a source whose lease ran out may report what ended well
             entry.finished = event
-        self._settle(entry, now)
+        self._settle_or_fail(entry, now)
 
     def _abort(self, event: Abort, now: float) -> None:
         entry = self.entries.get(event.request)

@@ -33,7 +33,19 @@ def find_loss(entry: FrontendRequest, router: Router) -> Life | None:
     if entry.finished is None and not lives_on(router, place):
         return None if may_come_back(entry, last, router) else place
     owing = () if entry.aborted else [life for life, end in entry.senders if entry.delivered < end]
-    return next((life for life in owing if not lives_on(router, life)), None)
+    lost = next((life for life in owing if not lives_on(router, life)), None)
+    return None if lost is not None and _has_yet_to_say(entry, place, lost, router) else lost
+
+
+def _has_yet_to_say(entry: FrontendRequest, place: Life, lost: Life, router: Router) -> bool:
+    """True where the instance that a request is at will say what it has of it, after the loss of the one before.
+
+    It hears of that as well. It ends what had not come as a whole, and says first which blocks it keeps. One to which
+    all had come goes on, and its own tokens tell that those of the lost one will not come. Where the source of the lost
+    one offers it once more meanwhile, two would go on with one life: nobody waits then.
+    """
+    speaks = not entry.passed and place != lost and place.name not in router.suspects and not is_planned(lost, router)
+    return speaks and entry.finished is None and not entry.early
 
 
 def may_come_back(entry: FrontendRequest, last: int, router: Router) -> bool:

@@ -50,7 +50,8 @@ class FrontendRequest:
     - ``hops``: the lives of instances that this attempt of it has come to, by number, as far as they are known: it is
       at the last one. ``senders``: the lives that send its tokens before an index, from which on others do.
     - ``moving``: the instance that its decode was asked to move to, until that is answered.
-    - ``let_go``: the lost instance of which its source said that it went with it.
+    - ``let_go``: the lost instance of which its source said that it went with it. ``passed``: a source has it again of
+      which a lost one's target has spoken.
     - ``lost``: the instance that was lost with it, once that is known.
     - ``waits``: it is at no instance, until one with the stage that it needs is up, or till ``retry_at``; at
       ``gives_up_at`` (clock times) it is given up. ``waited_s``: how long it waited before that, since its last loss.
@@ -97,6 +98,7 @@ class FrontendRequest:
     senders: list[tuple[Life, int]] = field(default_factory=list)
     moving: str = ""
     let_go: Life | None = None
+    passed: bool = False
     lost: Life | None = None
     began: float = 0.0  # clock time at which this life was sent
     recoveries: int = 0
@@ -301,6 +303,7 @@ class FrontendRequest:
         self.waited_s += now - self.waits_since if self.waits else 0.0
         self.first, self.hops, self.began = first.name, {0: first}, now
         self.finished = self.lost = self.let_go = None
+        self.passed = False
         self.senders.clear()
         self.base, self.waits, self.retry_at, self.gives_up_at = (self.delivered, False, inf, inf)
         self.recomputing = len(self.work.prompt) + self.delivered if self.was_prefilled else 0

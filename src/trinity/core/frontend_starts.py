@@ -19,7 +19,7 @@ from trinity.core.frontend_request import FrontendRequest, Life
 from trinity.core.isolation import EMPTY_POLL_S, Isolation, stages_of
 from trinity.core.messages import FRONTEND, Failure, PeerLoad, PeerReserved, Send, Submit, Value
 from trinity.core.peer_exit import PeerRemoved
-from trinity.core.resumption import find_cached
+from trinity.core.resumption import find_cached, name_holder
 from trinity.core.routing import BadChoice, Router, RoutingPolicy
 from trinity.core.spread import send_spread
 from trinity.core.turns import Turns
@@ -148,9 +148,12 @@ class FrontendStarts(ABC):
         return None
 
     def _find_cached(self, entry: FrontendRequest) -> str | None:
-        """Find who has most of a request that goes on, and need not compute it again."""
-        again = bool(entry.former) and not entry.work.encode_only
-        return find_cached(self.router, entry.work, entry.tokens, entry.prefilled, entry.blamed) if again else None
+        """Find who has most of a request that goes on, and need not compute it again; its work names who has more."""
+        if not entry.former or entry.work.encode_only:
+            return None
+        first = find_cached(self.router, entry.work, entry.tokens, entry.prefilled, entry.blamed)
+        entry.work, first = name_holder(self.router, entry.work, entry.tokens, first, entry.blamed)
+        return first
 
     def _wait(self, entry: FrontendRequest, now: float, pause_s: float = inf) -> None:
         """Let it wait until an instance comes up, or for so long."""

@@ -186,9 +186,9 @@ class Release(Value, frozen=True):
 
 
 class Fetch(Value, frozen=True):
-    """Target to a holder of image features: requests a lease of the blocks with these keys. Answered by Fetched.
+    """To a holder of image features, or of KV: requests a lease of the blocks with these keys. Answered by Fetched.
 
-    ``tail``: rows in the last block if that is not full, else 0.
+    Of KV it leases what it has up to the first that it lacks. ``tail``: rows in the last block if not full, else 0.
     """
 
     id: str
@@ -199,7 +199,7 @@ class Fetch(Value, frozen=True):
 
 
 class Fetched(Value, frozen=True):
-    """Holder to target: blocks leased until Release(id), none where it lacks any. ``tail``: as the Fetch had it."""
+    """The answer: blocks leased until Release(id), none where it lacks them. ``tail`` and ``kind``: as in the Fetch."""
 
     id: str
     holder: str
@@ -208,6 +208,7 @@ class Fetched(Value, frozen=True):
     digests: tuple[int, ...] = ()
     digest_s: float = 0.0
     tail: int = 0
+    kind: str = IMAGE
 
 
 class Helped(Value, frozen=True):

@@ -1,5 +1,7 @@
 """Resumption of a request after a life that was lost: at the prefill instance that has most of its KV cached.
 
+Where another instance has more, such as a decode instance to which a lost one had streamed, that one is named to it.
+
 Its own routing policy may know nothing of caches, and what a prefill instance has handed over stays in its prefix cache
 until it is evicted. So a request whose decode instance died comes back to who prefilled it, and only its outputs are
 computed anew (decision 0085).
@@ -9,6 +11,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import NamedTuple
+
+from msgspec.structs import replace
 
 from trinity.core.messages import KV, PeerUp, Work
 from trinity.core.routing import Router
@@ -40,6 +44,30 @@ def find_cached(router: Router, work: Work, tokens: Sequence[int], last: Prefill
         return None
     router.count(best.name, "P", len(text) - cached)
     return best.name
+
+
+def name_holder(
+    router: Router, work: Work, tokens: Sequence[int], first: str | None, but: str = ""
+) -> tuple[Work, str | None]:
+    """The work, with the instance that has most of its text where that is more than the ``first`` one has, and where
+    to send it: past every encoder, if what is cached at the holder covers all media.
+
+    One that is reserved is left alone, and one that runs alone has nothing to do with others.
+    """
+    text, work = (*work.prompt, *tokens), replace(work, holder="", held=0)
+    peers = [] if work.alone else [peer for peer in router.peers.values() if _may_hold(router, peer, but)]
+    held, best = max(((router.cached_prefix(peer, work, text), peer.name) for peer in peers), default=(0, ""))
+    own = router.cached_prefix(router.peers[first], work, text) if first is not None else 0
+    if best == first or held <= own:
+        return work, first
+    if first is None and all(span.end <= held for span in work.media):
+        first = router.choose("P", work)
+    return replace(work, holder=best, held=held), first
+
+
+def _may_hold(router: Router, peer: PeerUp, but: str) -> bool:
+    away = peer.name == but or peer.name in router.suspects or router.is_reserved(peer.name, peer.epoch)
+    return KV in peer.pools and not away
 
 
 def _cached(router: Router, peer: PeerUp, work: Work, text: Sequence[int], last: Prefilled | None) -> int:

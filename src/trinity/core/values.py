@@ -122,6 +122,7 @@ class Work(Value, frozen=True, kw_only=True):
     ``named_stop_ids``: those of ``stop_ids`` that a stop string alone names; no ``min_tokens`` delays them.
     ``salt``: requests of different salts share no prefix; ``content`` of its media has it too.
     ``encode_only``: it ends with the features of its media, which its reader gets; its prompt is empty.
+    ``holder``: instance that reported the first ``held`` positions of its text as cached, for whoever prefills it.
     ``alone``: stages ("PD") at which it runs with no other request on the instance, to see whether that dies of it.
     """
 
@@ -140,6 +141,8 @@ class Work(Value, frozen=True, kw_only=True):
     salt: str = ""
     encode_only: bool = False
     alone: str = ""
+    holder: str = ""
+    held: int = 0
 
     @property
     def given_media(self) -> tuple[MediaSpan, ...]:

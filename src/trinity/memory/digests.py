@@ -22,7 +22,6 @@ import numpy as np
 from msgspec.structs import replace
 
 from trinity.core.messages import (
-    IMAGE,
     Fetched,
     Forget,
     Offer,
@@ -188,11 +187,11 @@ class Digests:
                 self._offered[message.id] = send.to, message
         elif isinstance(message, Ready) and message.id in self._offered:
             return self._with_digests(message)
-        elif isinstance(message, Fetched) and message.blocks and IMAGE in self._memories:
+        elif isinstance(message, Fetched) and message.blocks and message.kind in self._memories:
             started = time.perf_counter()
             tails = {len(message.blocks) - 1: message.tail} if message.tail else {}
-            sealed = self._seal(IMAGE, message.id.rpartition("/")[0], message.blocks)
-            found = digest_rows(self._memories[IMAGE], message.blocks, None, tails, sealed, self._advance)
+            sealed = self._seal(message.kind, message.id.rpartition("/")[0], message.blocks)
+            found = digest_rows(self._memories[message.kind], message.blocks, None, tails, sealed, self._advance)
             return replace(message, digests=tuple(found), digest_s=time.perf_counter() - started)
         elif isinstance(message, Release):
             self._expected.pop(message.id, None)
@@ -203,9 +202,11 @@ class Digests:
         """Return ``pull`` with the digests that its source sent. Missing ones stay missing, so that the check fails."""
         if pull.kind not in self._memories:
             return pull
-        answer = self._fetched.pop(f"{pull.offer}/{pull.part}", None) if pull.kind == IMAGE else None
+        answer = self._fetched.pop(f"{pull.offer}/{pull.part}", None)
         if answer is not None:
-            return replace(pull, digests=answer.digests, digest_s=answer.digest_s)
+            told = dict(zip(answer.blocks, answer.digests, strict=False))  # fewer may be pulled than were leased
+            found = tuple(told[block] for block in pull.source_blocks if block in told)
+            return replace(pull, digests=found, digest_s=answer.digest_s)
         if pull.offer not in self._expected:
             return replace(pull, digests=())
         _, known, seconds = self._expected[pull.offer]

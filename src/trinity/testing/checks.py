@@ -32,6 +32,7 @@ from trinity.core.messages import (
     Value,
 )
 from trinity.testing.conversation import Conversation, ends_lease_early
+from trinity.testing.fetch_rules import FetchRules
 from trinity.testing.lives import Lives
 from trinity.testing.matchable import Matchable
 from trinity.testing.move_rules import FrontEnds, MoveRules, map_frontends
@@ -68,6 +69,7 @@ def make_checks(
         Conversation(cores),
         MoveRules(cores, frontend),
         SpareRules(cores),
+        FetchRules(cores),
         shadow,
         Matchable(cores, shadow),
         Bookkeeping(cores, frontend),
@@ -211,6 +213,11 @@ def _check_order(s: State, flight: Sequence[Step]) -> None:
 
 
 def _check_target(s: State, pull: Pull) -> None:
+    fetch = s.prefix_fetches.get(f"{pull.offer}/{pull.part}")
+    if fetch is not None:
+        assert fetch.places == pull.target_blocks, f"{pull} writes other blocks than are held for it"
+        _check_unmatchable(s, KV, pull.target_blocks)
+        return
     state = s.requests.get(pull.request)
     assert state is not None, f"{pull.request} is gone while {pull} runs"
     held = state.block_table if pull.kind == KV else state.media[pull.part].blocks
@@ -266,6 +273,8 @@ def _holders(s: State, kind: str) -> Counter[int]:
         holders.update(state.block_table if kind == KV else [block for slot in state.media for block in slot.blocks])
     for lease in s.outgoing.values():
         holders.update(lease.blocks if lease.kind == kind else ())
+    for fetch in s.prefix_fetches.values():
+        holders.update((*fetch.ahead, *fetch.places) if kind == KV else ())
     return holders
 
 
@@ -381,7 +390,7 @@ def check_forgotten(name: str, s: State) -> None:
         "pending": s.pending,
         "spared": s.skipped_encodes,
         "fetches": s.fetches,
-        "home fetches": s.home_fetches,
+        "home fetches": [*s.home_fetches, *s.prefix_fetches],
         "steps": {lane: running for lane, running in s.lanes.items() if running},
         "queues": [*s.encode_queue, *s.prefill_queue, *s.preempted, *s.migrated_queue, *s.image_offers, *s.kv_offers],
         "batches": [*s.encoding, *s.prefilling, *s.decoding, *s.moving],

@@ -189,7 +189,8 @@ class MoveRules:
         waiting = [request for request in s.kv_offers if request in self.moves]
         assert not waiting, f"{name}: {waiting} wait for room here, and hold blocks elsewhere"
         for request in s.decoding.keys() & self.moved:
-            others = [each for each, core in self.cores.items() if each != name and _decodes(core, request)]
+            route = s.decoding[request].route
+            others = [each for each, core in self.cores.items() if each != name and _decodes(core, request, route)]
             assert not others, f"{request} decodes at {name}, and at {others}"
 
     def at_end(self) -> None:
@@ -197,6 +198,12 @@ class MoveRules:
         assert not waits, f"no answer to moves of {sorted(waits)}"
 
 
-def _decodes(core: InstanceCore, request: str) -> bool:
+def _decodes(core: InstanceCore, request: str, route: tuple[str, ...]) -> bool:
+    """True where a request decodes that came this way as well.
+
+    What a source offers once more, as a Release was cut off, came another way: two decode then (decision 0085).
+    """
     state = core.state.requests.get(request)
+    if state is not None and any(one != other for one, other in zip(state.route, route, strict=False)):
+        return False
     return state is not None and state.ending is None and state.phase in (Phase.DECODING, Phase.MOVING)

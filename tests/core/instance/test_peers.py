@@ -197,6 +197,9 @@ def test_a_loss_ends_the_requests_that_are_there(moves: tuple[Moved, ...], lost:
         assert not ends(list(commands)), "its source may have it still, and says so or that it is gone"
         last = max(moves, key=lambda move: move.hop)
         commands = core.handle(Gone("r", 0, "its source", lost, last.hop), 1.0)
+    if len(moves) == 2 and lost == "P0":
+        assert not ends(list(commands)), "its target has yet to say what has come"
+        commands = core.handle(emitted(("r", 0, 1, Sampled(5))), 1.0)
     assert ends(list(commands)) == ([("r", "StageError")] if fails else [])
     forgotten = {each.to for each in commands if isinstance(each, Send) and isinstance(each.message, Forget)}
     assert forgotten == ({"E0", *(move.to for move in moves)} if fails else set())

@@ -82,8 +82,8 @@ class Candidates:
         s = self.s
         for request in s.preempted if s.kv_offers else chain(s.preempted, s.migrated_queue, s.prefill_queue):
             state = s.requests[request]
-            if request == s.leading.running:
-                continue  # what a step prefills of it just now is cached at the step's end
+            if request == s.leading.running or (s.prefix_fetches and s.prefix_fetches.delay(state)):
+                continue  # what a step prefills of it just now, or a pull brings, is cached at the end of that
             if state.skip_media and s.needs_media(state):
                 self.uncovered.append(state)
                 continue

@@ -12,6 +12,7 @@ from trinity.core.instance.phases import Phase
 from trinity.core.instance.request_state import RequestState
 from trinity.core.instance.state import State, failure
 from trinity.core.messages import IMAGE, Failure, Submit, Work
+from trinity.core.migration.prefix_fetch import begin_fetch
 from trinity.core.migration.remote_features import skip_cached_remotely
 from trinity.core.migration.source import offer_found
 from trinity.core.routing import BadChoice
@@ -39,7 +40,7 @@ def handle_submit(s: State, event: Submit, now: float) -> None:
         end(s, state, now, "cancelled")  # nothing of it would be left
     elif work.encode_only:
         s.move(state, Phase.IMAGE_QUEUE, now)
-    elif not work.media or ("P" in s.settings.roles and state.cover(not s.needs_media(state))):
+    elif _needs_no_media(s, state, now):
         leave_to_helpers(s, state, event.helpers)
         call_off_all(s, state)
         queue_prefill(s, state, now)
@@ -49,6 +50,12 @@ def handle_submit(s: State, event: Submit, now: float) -> None:
         queue_prefill(s, state, now)
     else:
         pass_to_encode(s, state, now)
+
+
+def _needs_no_media(s: State, state: RequestState, now: float) -> bool:
+    """True where it has none, or cached KV covers them, or is to that is fetched: if it does not, it goes back."""
+    fetched = begin_fetch(s, state, now)
+    return not state.work.media or ("P" in s.settings.roles and state.cover(fetched or not s.needs_media(state)))
 
 
 def _queue_encode(s: State, state: RequestState, helpers: tuple[str, ...], now: float) -> None:

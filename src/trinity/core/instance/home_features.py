@@ -13,14 +13,15 @@ from trinity.core.instance.request_state import RequestState
 from trinity.core.instance.state import State
 from trinity.core.instance.steps import settle_features, show_progress
 from trinity.core.messages import IMAGE, Fetched, Pull, Pulled, Release
-from trinity.core.migration import remote_features, target
+from trinity.core.migration import prefix_fetch, remote_features, target
 
 
 def dispatch_fetched(s: State, event: Fetched, now: float) -> None:
-    """Pull what a helper has leased, or encode it here; answers to others go on to the target of an offer."""
+    """Pull what a helper has leased, or encode it here; other answers go on to who waits for a text or an offer."""
     asked = s.home_fetches.get(event.id)
     if asked is None:
-        remote_features.handle_fetched(s, event, now)
+        if not prefix_fetch.take_fetched(s, event, now):
+            remote_features.handle_fetched(s, event, now)
         return
     s.renew_leases(event.holder, now)
     state = s.requests[asked.request]
@@ -39,7 +40,8 @@ def dispatch_pulled(s: State, event: Pulled, now: float) -> None:
     id = f"{event.offer}/{event.part}"
     asked = s.home_fetches.get(id)
     if asked is None:
-        target.handle_pulled(s, event, now)
+        if not prefix_fetch.take_pulled(s, event):
+            target.handle_pulled(s, event, now)
         return
     state = s.requests[asked.request]
     state.end_pull()

@@ -24,7 +24,7 @@ def find_leading_chunk(s: State, lane: str, room: int) -> LeadingChunk | None:
     if s.leading.running or _is_wanted(s, lane):
         return None
     block = s.settings.kv_block_size
-    while (state := s.leading.first()) is not None:
+    while (state := s.leading.first()) is not None and not s.prefix_fetches.delay(state):
         whole = leading_blocks(state.work, block)
         hits = s.kv.match(s.prefix_keys(state)[:whole])
         if len(hits) < whole and len(hits) * block >= state.led_to:

@@ -44,7 +44,7 @@ def report_targets(s: State) -> list[str]:
     for cached features: if 32 busy instances all reported to each other, they would send 10,000 messages a second.
     """
     wanted = {lease.target for lease in s.outgoing.values()} | {each.holder for each in s.fetches.values()}
-    wanted.update(each.holder for each in s.home_fetches.values())
+    wanted |= {each.holder for each in s.home_fetches.values()} | {each.holder for each in s.prefix_fetches.values()}
     for incoming in (s.requests[request].incoming for request in s.incoming.values()):
         if incoming is not None:
             wanted.add(incoming.offer.source)

@@ -10,6 +10,7 @@ from trinity.core.messages import Gone, PeerDown, PeerLoad, PeerSuspect, PeerUp
 from trinity.core.migration.leases import take_back
 from trinity.core.migration.lost_transfers import end_transfer
 from trinity.core.migration.moves import LOST, finish_copy, give_up
+from trinity.core.migration.prefix_fetch import give_up_prefixes
 from trinity.core.migration.remote_features import give_up_fetches, give_up_pulls
 from trinity.core.migration.second_offers import offer_again
 from trinity.core.migration.target import outlive_source
@@ -54,6 +55,7 @@ def handle_peer_lost(s: State, event: PeerDown, now: float) -> None:
     s.last_heard.pop(event.name, None)
     give_up_fetches(s, event.name, now)
     give_up_pulls(s, event.name, now)
+    give_up_prefixes(s, event.name, now)
     lose_helper(s, event.name)
     for request in list(s.incoming.values()):
         state = s.requests[request]

@@ -13,6 +13,7 @@ from trinity.core.instance.home_fetch import HomeFetch
 from trinity.core.instance.lanes import Flights, StepInFlight
 from trinity.core.instance.leading_queue import LeadingQueue
 from trinity.core.instance.phases import BEFORE_DECODE, MOVES, OFFERED, Phase
+from trinity.core.instance.prefix_fetches import PrefixFetches
 from trinity.core.instance.queues import Queue
 from trinity.core.instance.rates import StepRates
 from trinity.core.instance.request_state import (
@@ -87,12 +88,12 @@ class State:
         self.frontends = [FRONTEND]  # in touch with this instance: it has requests of no other
         self.newest = 0  # highest number of a request that came here
         self.skipped_encodes: dict[str, SkippedEncode] = {}
-        self.fetches, self.home_fetches = dict[str, FeatureFetch](), dict[str, HomeFetch]()
+        self.fetches, self.prefix_fetches = dict[str, FeatureFetch](), PrefixFetches()
+        self.home_fetches: dict[str, HomeFetch] = {}
         self.last_heard: dict[str, float] = {}
         self.awake_since = -inf
-        self.lease_check = inf
         self.deadlines: list[tuple[float, str]] = []
-        self.report_at = self.reported_at = inf
+        self.lease_check = self.report_at = self.reported_at = inf
         self.reported: PeerLoad | None = None
         self.has_load_listeners = False  # peers that act on this load: see ``loads.followers``
         self.rates = StepRates(settings.rules, settings.roles)
@@ -338,7 +339,8 @@ class State:
 
     def idle(self) -> bool:
         """True where no request, step, transfer or lease is here."""
-        return not (self.requests or self.outgoing or self.fetches or any(self.lanes.values()))
+        under_way = self.outgoing or self.fetches or self.prefix_fetches
+        return not (self.requests or under_way or any(self.lanes.values()))
 
     def list_media(self, state: RequestState) -> None:
         """Give it a slot for each media item, unless it has them: its KV may have arrived without its features."""

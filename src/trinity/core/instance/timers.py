@@ -15,7 +15,7 @@ from trinity.core.migration.leases import check_leases
 def next_timer(s: State) -> float | None:
     """Clock time at which a Tick is due; None for never."""
     due = s.report_at
-    if s.lease_check < due and (s.outgoing or s.incoming or s.fetches):
+    if s.lease_check < due and (s.outgoing or s.incoming or s.fetches or s.prefix_fetches):
         due = s.lease_check
     while s.deadlines:
         at, request = s.deadlines[0]

@@ -17,6 +17,7 @@ from trinity.core.instance.state import State, failure
 from trinity.core.messages import Failure, Finished, Release, Withdraw
 from trinity.core.migration.lost_transfers import end_transfer
 from trinity.core.migration.moves import LATE, finish_copy, give_up
+from trinity.core.migration.prefix_fetch import give_up_prefixes
 from trinity.core.migration.remote_features import encode_after_all, forget_skipped, give_up_fetches
 from trinity.core.migration.source import drop_offer, offer_found
 
@@ -59,7 +60,7 @@ def check_leases(s: State, now: float) -> None:
     """End the leases that ran out, and set the time of the next check."""
     if now - s.lease_check > s.settings.lease_s / 2:
         s.awake_since = now  # nobody called for so long: it was this instance that stood still, not its peers
-    left = give_up_fetches(s, None, now)
+    left = min(give_up_fetches(s, None, now), give_up_prefixes(s, None, now))
     for lease in list(s.outgoing.values()):
         due = _end_of(s, lease)
         if due <= now:

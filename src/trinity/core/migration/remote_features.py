@@ -12,7 +12,7 @@ from trinity.core.instance.loads import tell_cached
 from trinity.core.instance.phases import Phase
 from trinity.core.instance.request_state import FEATURES_GONE, FeatureFetch, Lease, RequestState, SkippedEncode
 from trinity.core.instance.state import State
-from trinity.core.messages import IMAGE, Fetch, Fetched, Finished, Pull, Pulled, Release
+from trinity.core.messages import IMAGE, KV, Fetch, Fetched, Finished, Pull, Pulled, Release
 from trinity.core.migration.kv_target import cached_record
 
 # ---------------------------------------------------------------- the encode instance
@@ -74,12 +74,14 @@ def encode_after_all(s: State, lease: Lease, lacks: str, now: float) -> RequestS
 
 
 def handle_fetch(s: State, event: Fetch, now: float) -> None:
-    """Lease the blocks with this content, or say that they are not all here."""
+    """Lease the blocks with this content, or say that they are not all here; of KV those up to the first one gone."""
     s.renew_leases(event.requester, now)
-    found = s.cached_media(list(event.keys)) if event.kind in s.pools else ()
+    found: tuple[int, ...] = ()
+    if event.kind in s.pools:
+        found = s.kv.match(event.keys) if event.kind == KV else s.cached_media(list(event.keys))
     if found:
-        s.lend(Lease(event.id, "", event.requester, IMAGE, found, now))
-    s.send(event.requester, Fetched(event.id, s.settings.name, found, s.generation, tail=event.tail))
+        s.lend(Lease(event.id, "", event.requester, event.kind, found, now))
+    s.send(event.requester, Fetched(event.id, s.settings.name, found, s.generation, tail=event.tail, kind=event.kind))
 
 
 # ---------------------------------------------------------------- the target

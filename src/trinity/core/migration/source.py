@@ -89,7 +89,7 @@ def announce(s: State, state: RequestState, parts: tuple[int, ...]) -> None:
 def open_offer(s: State, state: RequestState, now: float, letter: str, kind: str, parts: tuple[Part, ...]) -> bool:
     """Lease the blocks to an instance with that stage. Ends the request and returns False where there is none."""
     try:
-        target = s.router.choose(letter, state.work)
+        target = _find_holder(s, letter, state.work) or s.router.choose(letter, state.work)
     except BadChoice as problem:
         end(s, state, now, "error", failure("StageError", str(problem), stage=letter))
         return False
@@ -99,6 +99,15 @@ def open_offer(s: State, state: RequestState, now: float, letter: str, kind: str
     lend_to(s, state, now, target, kind, parts)
     s.leave_tombstone(state, target)  # already: whatever becomes of the offer, its target reports the end
     return True
+
+
+def _find_holder(s: State, letter: str, work: Work) -> str:
+    """Find the decode instance that has the beginning of its text already, which need not move there; "" for none."""
+    peers = s.router.trusted(s.router.fitting("D", work)) if letter == "D" and work.holder else ()
+    if not any(peer.name == work.holder for peer in peers):
+        return ""
+    s.router.count(work.holder, "D", 1)
+    return work.holder
 
 
 def lend_to(s: State, state: RequestState, now: float, target: str, kind: str, parts: tuple[Part, ...]) -> None:

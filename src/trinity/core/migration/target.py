@@ -29,6 +29,7 @@ from trinity.core.migration.kv_target import (
     reserve_kv,
 )
 from trinity.core.migration.lost_transfers import end_transfer
+from trinity.core.migration.prefix_fetch import begin_fetch
 from trinity.core.migration.remote_features import (
     ask_holder,
     finish_fetch,
@@ -67,6 +68,7 @@ def handle_offer(s: State, event: Offer, now: float) -> None:
             end(s, state, now, "cancelled")  # its source goes on: nobody waits here who holds blocks elsewhere
         return
     s.list_media(state)
+    begin_fetch(s, state, now)
     covered = state.cover(not s.needs_media(state))
     s.move(state, Phase.COVERED if covered else Phase.IMAGE_OFFER, now)
 
