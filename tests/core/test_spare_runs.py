@@ -1,6 +1,6 @@
 """Requests that idle siblings take, in virtual time and in every order of events.
 
-``spare_cluster(seed, POLICY).run()`` repeats a run. Most are sent to one instance of a stage; pools hold one request
+``run_spare(seed)`` repeats a run. Most are sent to one instance of a stage; pools hold one request
 and little more in half of the runs; instances and front ends die, fall silent and return.
 """
 
@@ -15,39 +15,21 @@ from msgspec.structs import replace
 
 from support.core_tables import work
 from support.every_order import Search
-from support.reader_checks import check_readers
-from support.spare_clusters import FirstOfAll, spare_cluster
-from support.spread_clusters import strike
-from trinity.core.failure_policy import NO_RECOVERY, FailurePolicy
+from support.spare_clusters import FirstOfAll, run_spare
+from trinity.core.failure_policy import NO_RECOVERY
 from trinity.core.frontend import Abort
 from trinity.core.instance import arrival, instance_core, siblings
 from trinity.core.instance.phases import Phase
 from trinity.core.instance.request_state import RequestState
 from trinity.core.instance.sibling_words import SiblingWords
 from trinity.core.instance.state import State
-from trinity.core.messages import FRONTEND, Send, Step, Submit, Value
+from trinity.core.messages import Send, Step, Submit, Value
 from trinity.core.scheduler import BatchRules
 from trinity.core.spare_work import Spare
 from trinity.core.transfers import TransferPolicy
 from trinity.testing.virtual import Durations, VirtualCluster, make_settings
 
-POLICY = FailurePolicy(recoveries=20, wait_s=10.0)
 AT_ALL = 80
-OTHER = f"{FRONTEND}:b"
-
-
-def run(seed: int, deaths: bool = True, limit: int = 1_000_000) -> VirtualCluster:
-    cluster = spare_cluster(seed, POLICY, front_ends=(FRONTEND,) if seed % 3 else (FRONTEND, OTHER))
-    if seed % 3 == 0 and seed % 2:
-        cluster.kill(OTHER, 0.3)
-    try:
-        (strike(cluster, seed) if deaths else cluster).run(limit)
-        if seed % 3:
-            check_readers(cluster)
-    except BaseException as error:
-        error.add_note(f"spare_cluster({seed}), {deaths=}")
-        raise
-    return cluster
 
 
 def count(cluster: VirtualCluster, seen: Counter[str]) -> None:
@@ -61,7 +43,7 @@ def count(cluster: VirtualCluster, seen: Counter[str]) -> None:
 def test_requests_are_whole_whoever_takes_them() -> None:
     seen: Counter[str] = Counter()
     for seed in range(AT_ALL):
-        count(run(seed, deaths=seed % 4 > 0), seen)
+        count(run_spare(seed, deaths=seed % 4 > 0), seen)
     for what in ("want", "have", "take", "no", "passed", "length", "cancelled"):
         assert seen[what] > AT_ALL // 20, seen
     assert seen["none"], seen
@@ -73,7 +55,7 @@ def test_requests_are_whole_whoever_takes_them() -> None:
 def test_many_more_runs_in_which_siblings_take(part: int) -> None:
     """1,000 in all."""
     for seed in range(10_000 + part * 250, 10_250 + part * 250):
-        run(seed, deaths=seed % 2 > 0)
+        run_spare(seed, deaths=seed % 2 > 0)
 
 
 # ---------------------------------------------------------------- what it gives
@@ -244,7 +226,7 @@ def greedy(patch: Patch) -> None:
 
     def handle(s: State, event: Spare, now: float) -> None:
         if event.said == "have":
-            s.send(event.name, Spare(s.settings.name, "take"))
+            s.send(event.name, Spare(s.settings.name, "take", event.kind, 99))
         else:
             siblings.handle_spare(s, event, now)
 
@@ -298,7 +280,7 @@ def nameless(patch: Patch) -> None:
 def silent(patch: Patch) -> None:
     """Who has nothing any more says nothing."""
     plain = siblings._say
-    patch.setattr(siblings, "_say", lambda s, to, said: plain(s, to, said) if said != "none" else None)
+    patch.setattr(siblings, "_say", lambda s, to, said, *rest: plain(s, to, said, *rest) if said != "none" else None)
 
 
 def faithful(patch: Patch) -> None:
@@ -334,7 +316,7 @@ def test_a_rule_that_is_not_kept_is_noticed(broken: Broken, monkeypatch: Patch) 
     broken(monkeypatch)
     for seed in range(RULES[broken], RULES[broken] + 600):
         try:
-            run(seed, limit=20_000)
+            run_spare(seed, limit=20_000)
         except (AssertionError, KeyError, ValueError, RecursionError):
             return
     pytest.fail(f"600 runs did not notice: {broken.__doc__}")

@@ -34,6 +34,7 @@ from trinity.core import InstanceCore
 from trinity.core.failure_policy import NO_RECOVERY, FailurePolicy
 from trinity.core.instance.settings import Settings
 from trinity.core.messages import FRONTEND, PeerDown, Value
+from trinity.core.routing import RoundRobin, RoutingPolicy
 
 DEAD = -1
 
@@ -56,6 +57,7 @@ class Search:
     """All states of ``settings`` serving ``asked``, with the death of ``victim`` ("" for none) and its return.
 
     ``becomes``: settings of the next life, where its end is planned. ``failures`` and ``spread``: of the front end.
+    ``routing``: makes the policy of each instance.
     There is no clock, so that nothing may wait for a time in it (``wait_s=0``).
     """
 
@@ -68,6 +70,7 @@ class Search:
         failures: FailurePolicy = NO_RECOVERY,
         spread: int = 1,
         becomes: Settings | None = None,
+        routing: Callable[[], RoutingPolicy] = RoundRobin,
     ) -> None:
         self.names = (FRONTEND, *(each.name for each in settings))
         self.asked, self.back = asked, back
@@ -78,10 +81,10 @@ class Search:
         self.lives = {(0, 0): self._states(lambda: FrontEnd(settings, failures, spread))}
         for place, own in enumerate(settings, start=1):
             peers = [each for each in settings if each is not own]
-            self.lives[place, 0] = self._states(partial(Instance, own, peers))
+            self.lives[place, 0] = self._states(partial(Instance, own, peers, routing))
         if victim:
             again = replace(becomes or next(each for each in settings if each.name == victim), epoch=1)
-            self.lives[self.victim, 1] = self._states(partial(Instance, again, ()))
+            self.lives[self.victim, 1] = self._states(partial(Instance, again, (), routing))
             self._return = self._number(InstanceCore(again).announcement())
             self._death = self._number(PeerDown(victim, planned=becomes is not None))
         self.ends: Counter[tuple[tuple[str, str], ...]] = Counter()
@@ -186,9 +189,17 @@ class Search:
         ends = self.lives[0, 0].ends[state.local[0]]
         self.ends[tuple(sorted(ends.items()))] += 1
 
-    def run(self, limit: int = 10_000_000) -> dict[Whole, tuple[Whole, str] | None]:
-        """Walk all states; return them. Raises ``AssertionError`` with the way to the one that is wrong."""
-        first = self.start()
+    def lead(self, state: Whole, may: Callable[[str], bool]) -> Whole:
+        """Take the first move that ``may`` be taken, by its name, until there is none: a state to begin from."""
+        while (
+            after := next((each for place, name, each in self.next(state) if place >= 0 and may(name)), None)
+        ) is not None:
+            state = after
+        return state
+
+    def run(self, limit: int = 10_000_000, first: Whole | None = None) -> dict[Whole, tuple[Whole, str] | None]:
+        """Walk all states from the ``first`` on; return them. Raises ``AssertionError`` with the way to a wrong one."""
+        first = first or self.start()
         came: dict[Whole, tuple[Whole, str] | None] = {first: None}
         ahead = deque([first])
         while ahead:

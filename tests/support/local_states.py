@@ -27,7 +27,7 @@ from trinity.core.messages import (
     Stepped,
     Value,
 )
-from trinity.core.routing import RoundRobin
+from trinity.core.routing import RoundRobin, RoutingPolicy
 from trinity.testing.checks import check_forgotten, check_state
 
 
@@ -65,8 +65,10 @@ def _members(value: Any) -> Iterator[tuple[str, Any]]:
 class Instance:
     """One life of an instance: its core, and the steps and pulls that its shell has in flight."""
 
-    def __init__(self, settings: Settings, peers: Sequence[Settings]) -> None:
-        self.core = InstanceCore(settings, RoundRobin())
+    def __init__(
+        self, settings: Settings, peers: Sequence[Settings], routing: Callable[[], RoutingPolicy] = RoundRobin
+    ) -> None:
+        self.core = InstanceCore(settings, routing())
         self.flights: dict[str, deque[Step]] = {lane: deque() for lane in settings.lanes}
         self.pulls: dict[tuple[str, int], Pull] = {}
         self.copies: dict[str, Collect] = {}
@@ -177,6 +179,9 @@ class Events:
 
     def __getitem__(self, number: int) -> Value:
         return self._values[number]
+
+    def all(self) -> tuple[Value, ...]:
+        return tuple(self._values)
 
     def number(self, value: Value) -> int:
         number = self._numbers.setdefault(repr(value), len(self._values))

@@ -237,6 +237,16 @@ def small_prefill(settings: list[Settings], works: list[Work], more: int = 0) ->
     ]
 
 
+def small_targets(settings: list[Settings], works: list[Work], slack: float) -> list[Settings]:
+    """With blocks for one or two requests where offers come to, and for nearly all where they come from."""
+    found, need = [], largest_need(works)
+    for each in settings:
+        targets = {"image": "E" not in each.roles, "kv": "P" not in each.roles}
+        sizes = {kind: int(need[kind] * (slack if targets[kind] else 6.0)) for kind in each.pools}
+        found.append(replace(each, pools=sizes))
+    return found
+
+
 def pressed_cluster(seed: int, placement: str | None = None) -> VirtualCluster:
     """Optimistic reservation where it is put to the test: long outputs, pools of one to three requests, many cancels.
 

@@ -72,9 +72,12 @@ def is_passed_by(entry: FrontendRequest, event: Moved, router: Router) -> bool:
 
 
 def was_given_back(entry: FrontendRequest, life: Life, router: Router) -> bool:
-    """True where a lost instance had this request, and its source has it again or may have."""
+    """True where a lost instance had this request, and its source has it again or may have.
+
+    Where it only waited and was passed on nothing of it can have been the cause.
+    """
     last = max(entry.hops, default=0)
-    hops = [hop for hop, place in entry.hops.items() if place == life]
+    hops = [hop for hop, place in entry.hops.items() if place == life and hop not in entry.waited_at]
     back = any(entry.hops.get(hop - 1, life) == entry.hops.get(hop + 1) for hop in hops)
     return back or (last in hops and entry.finished is None and may_come_back(entry, last, router))
 

@@ -51,6 +51,8 @@ def _find_problem(entry: FrontendRequest | None, router: Router, to: str) -> Fai
 def note_moved(entry: FrontendRequest, event: Moved) -> list[Value]:
     """Note where a request has come to, and who sends the tokens before. Returns the end of its move, if it was one."""
     entry.hops[event.hop] = Life(event.to, event.epoch)
+    if event.passed:
+        entry.waited_at |= {event.hop - 1}
     if event.source:
         source = entry.hops[event.hop - 1] = Life(event.source, event.source_epoch)
         owing = [each for each in entry.senders if entry.delivered < each[1]]

@@ -48,7 +48,8 @@ class FrontendRequest:
     ``id`` is its reader's name for it, ``work.request`` that of its present life, which the instances know.
 
     - ``hops``: the lives of instances that this attempt of it has come to, by number, as far as they are known: it is
-      at the last one. ``senders``: the lives that send its tokens before an index, from which on others do.
+      at the last one. ``waited_at``: those where it only waited for room, and a sibling had some.
+    - ``senders``: the lives that send its tokens before an index, from which on others do.
     - ``moving``: the instance that its decode was asked to move to, until that is answered.
     - ``let_go``: the lost instance of which its source said that it went with it. ``passed``: a source has it again of
       which a lost one's target has spoken.
@@ -83,6 +84,7 @@ class FrontendRequest:
     first: str = ""
     delivered: int = 0
     hops: dict[int, Life] = field(default_factory=dict)
+    waited_at: frozenset[int] = frozenset()
     early: dict[int, Sampled] = field(default_factory=dict)
     aborted: str | None = None
     ended: bool = False
@@ -301,7 +303,7 @@ class FrontendRequest:
         """Note that this life of it is sent to its first instance, and which were empty for it then."""
         self.alone_before, self.alone_at = self.alone_before | self.alone_at, alone_at
         self.waited_s += now - self.waits_since if self.waits else 0.0
-        self.first, self.hops, self.began = first.name, {0: first}, now
+        self.first, self.hops, self.waited_at, self.began = first.name, {0: first}, frozenset(), now
         self.finished = self.lost = self.let_go = None
         self.passed = False
         self.senders.clear()

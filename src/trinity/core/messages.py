@@ -21,6 +21,11 @@ from trinity.core.commands import Pull as Pull
 from trinity.core.commands import Revoke as Revoke
 from trinity.core.commands import Send as Send
 from trinity.core.commands import Step as Step
+from trinity.core.results import Collected as Collected
+from trinity.core.results import LayersWritten as LayersWritten
+from trinity.core.results import Pulled as Pulled
+from trinity.core.results import Stepped as Stepped
+from trinity.core.results import Tick as Tick
 from trinity.core.values import ENCODED as ENCODED
 from trinity.core.values import FRONTEND as FRONTEND
 from trinity.core.values import IMAGE as IMAGE
@@ -109,6 +114,7 @@ class Offer(Value, frozen=True, kw_only=True):
     ``epoch``: which life of the source it is. ``moves``: of a decode, which goes on at the source unless the target has
     all of it (``Caught``). ``copies``: ahead of a move, of blocks to be cached there, from which nothing goes on.
     ``tokens``: outputs that such blocks hold. ``target_epoch`` (None: any): life of the target that alone takes it.
+    ``passed``: its first target had no room, and named this one, which had (``Release.to``); it does not name another.
     """
 
     id: str
@@ -123,6 +129,7 @@ class Offer(Value, frozen=True, kw_only=True):
     copies: bool = False
     tokens: tuple[int, ...] = ()
     target_epoch: int | None = None
+    passed: bool = False
 
 
 class Ready(Value, frozen=True):
@@ -175,7 +182,8 @@ class Release(Value, frozen=True):
     """Target to source, once, step 4: the lease ends.
 
     ``outcome``: pulled, cached, cancelled, failed, refused (without Commit), untaken (of an owner that the target is
-    not in touch with), or missing: the holder ``lacks`` them.
+    not in touch with), missing (the holder ``lacks`` them), or passed: it has waited here for ``waited_s`` seconds, and
+    the sibling ``to`` has room.
     ``cost``: measured time of pulls from the source, (seconds per pull, seconds per layer of a block).
     """
 
@@ -183,6 +191,8 @@ class Release(Value, frozen=True):
     outcome: str
     cost: tuple[float, float] | None = None
     lacks: str = ""
+    to: str = ""
+    waited_s: float = 0.0
 
 
 class Fetch(Value, frozen=True):
@@ -274,7 +284,8 @@ class Moved(Value, frozen=True):
 
     ``to`` is my name and ``epoch`` my life; ``hop`` counts instances from 0: channels may reorder hops. ``source``: the
     instance that sends the token before my first, in its life ``source_epoch``; "" for none. ``start``: the index of my
-    first, where it decoded there; 0 where that instance only prefilled it.
+    first, where it decoded there; 0 where that instance only prefilled it. ``passed``: I have it again, as the instance
+    before me, where it only waited, has named another.
     """
 
     request: str
@@ -285,6 +296,7 @@ class Moved(Value, frozen=True):
     source: str = ""
     source_epoch: int = 0
     start: int = 0
+    passed: bool = False
 
 
 class Gone(Value, frozen=True):
@@ -307,51 +319,6 @@ class NotMoved(Value, frozen=True):
     request: str
     attempt: int
     failure: Failure
-
-
-# ---------------------------------------------------------------- shell → its core
-
-
-class Tick(Value, frozen=True):
-    """A timer is due."""
-
-
-class Stepped(Value, frozen=True):
-    """A step ended after ``seconds``: its samples and its failures, by request."""
-
-    id: int
-    lane: str
-    sampled: dict[str, Sampled] = msgspec.field(default_factory=dict)
-    failed: dict[str, Failure] = msgspec.field(default_factory=dict)
-    seconds: float = 0.0
-
-
-class LayersWritten(Value, frozen=True):
-    """A running step has written these layers, [first, end), of the KV of all its prefill rows.
-
-    None: the step failed and runs again row by row; what it wrote before is void.
-    """
-
-    step: int
-    lane: str
-    layers: tuple[int, int] | None
-
-
-class Pulled(Value, frozen=True):
-    """A pull ended."""
-
-    offer: str
-    part: int
-    failure: Failure | None = None
-    record: dict[str, Any] = msgspec.field(default_factory=dict)
-
-
-class Collected(Value, frozen=True):
-    """The features of an encode-only request were copied: ``rows[i]`` of media item i, opaque to the cores."""
-
-    request: str
-    rows: tuple[Any, ...] = ()
-    failure: Failure | None = None
 
 
 # ---------------------------------------------------------------- instance → front end

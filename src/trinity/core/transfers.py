@@ -39,7 +39,7 @@ class TransferPolicy:
     - ``precopy`` ("off"): with "on" a decode that moves goes on until its full KV blocks are in its target's prefix
       cache, so that it pauses for the rest alone; "auto" is "on" where their pull would take 10 ms, by pulls so far.
     - ``hand_over`` (False): a request that waits to be encoded or prefilled goes to an instance of the same stage that
-      has nothing to do (EPDServe 3.2, global queues).
+      has nothing to do (EPDServe 3.2, global queues); features and KV that wait for room to one that has some.
     - ``lease_s`` (seconds, 30): time for which blocks on their way stay leased to a silent peer before they are taken
       back and the request fails. Instances send heartbeats at least four times in it.
 

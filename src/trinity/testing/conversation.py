@@ -104,6 +104,8 @@ class Conversation:
             here = own is None or event.target_epoch in (None, own.settings.epoch)
             if here and (own is None or event.work.owner in own.state.frontends):
                 self.visited.add((name, event.work.request))
+            if self.deaths and isinstance(event, Offer) and len(set(event.route)) < len(event.route):
+                self._reopens(name, event.work.request)
         elif isinstance(event, Ready) and event.again:
             transfer = self.transfers[event.id]
             transfer.asked -= set(list_pieces(transfer, event.layers, event.blocks))
@@ -307,9 +309,19 @@ class Conversation:
         assert not transfer.running, f"{message} while parts {transfer.running} are being pulled"
         transfer.outcome = message.outcome
         if message.outcome in ("pulled", "cached") and not transfer.offer.copies:
-            assert transfer.committed or transfer.void, f"{message} before Commit"
+            came = self.deaths and self._came_otherwise(name, transfer)  # by way of an instance that was lost
+            assert transfer.committed or transfer.void or came, f"{message} before Commit"
         if message.outcome == "cached":
             assert not transfer.asked, f"{message} although parts {transfer.asked} moved"
+
+    def _reopens(self, name: str, request: str) -> None:
+        """Let a request that is offered again, as a Release was cut off, be decoded again: its front end has done."""
+        self.over.pop((name, request), None)
+        self.cut |= {each for each in self.emitted if each[0] == request}
+
+    def _came_otherwise(self, name: str, transfer: Transfer) -> bool:
+        here = self.cores[name].state.requests.get(transfer.offer.work.request)
+        return here is not None and (here.incoming is None or here.incoming.offer.id != transfer.offer.id)
 
     def _pulls_home(self, name: str, pull: Pull) -> None:
         """Check a pull of what a helper has leased to the asker, for a request that prefills there."""

@@ -1,8 +1,11 @@
-"""Open words between siblings: who wants work, who was told of some, and whose is awaited."""
+"""Open words between siblings: who wants some, who was told of some, and whose is awaited."""
 
 from __future__ import annotations
 
-from trinity.core.instance.sibling_words import SiblingWords
+from support.core_tables import work
+from trinity.core.instance.sibling_words import Siblings, SiblingWords
+from trinity.core.messages import IMAGE, KV, Offer
+from trinity.core.spare_work import WORK
 
 
 def met(*names: str) -> SiblingWords:
@@ -60,3 +63,68 @@ def test_of_a_lost_one_nothing_stands() -> None:
     words.drop("P1")
     assert (words.told, words.awaits, words.wanting, words.wanted) == (set(), "", (), set())
     words.drop("P1")
+
+
+# ---------------------------------------------------------------- who is to offer what was passed
+
+
+def awaiting(source: str) -> SiblingWords:
+    words = met("D1", "D2", "P0")
+    words.answer("D1", takes=True, blocks=3)
+    words.expect("D1", source, up=True)
+    return words
+
+
+def test_what_was_passed_is_awaited_until_its_source_is_lost_or_silent() -> None:
+    for end in (lambda words: words.avoid("P0"), lambda words: words.drop("P0"), lambda words: words.came("D1")):
+        words = awaiting("P0")
+        assert (words.awaits, words.source) == ("D1", "P0")
+        words.avoid("D2")
+        assert words.awaits == "D1"
+        end(words)
+        assert (words.awaits, words.source) == ("", "")
+
+
+def test_nothing_is_awaited_of_a_source_that_is_not_up_or_if_it_has_come_already() -> None:
+    words = met("D1")
+    words.answer("D1", takes=True, blocks=3)
+    words.expect("D1", "P0", up=False)
+    assert not words.awaits
+    words = met("D1", "D2")
+    words.answer("D2", takes=True, blocks=3)
+    words.expect("D1", "P0", up=True)
+    assert (words.awaits, words.source) == ("D2", "")
+
+
+def test_what_had_no_room_is_remembered_until_it_is_said_that_there_is_some() -> None:
+    words = met("D1", "D2")
+    for name, blocks in (("D1", 5), ("D2", 3)):
+        words.answer(name, takes=False, blocks=blocks)
+    assert (words.refused, words.awaits, words.wanted) == (5, "", set())
+    words.ask("D1")
+    assert (words.refused, words.wanted) == (0, {"D1"})
+
+
+def test_kinds_are_apart_and_a_meeting_is_of_both() -> None:
+    both = Siblings()
+    both.meet("PD1")
+    both.about(KV).answer("PD1", takes=True, blocks=1)
+    assert (both.about(WORK).awaits, both.about(KV).awaits, both.awaits) == ("", "PD1", "PD1")
+    assert both.about(WORK).wanted == {"PD1"}
+    both.note_offer(offer_of(IMAGE))
+    assert both.awaits == "PD1", "that is features"
+    both.note_offer(offer_of(KV, passed=False))
+    assert both.awaits == "PD1", "that came straight from its source"
+    both.note_offer(offer_of(KV))
+    assert not both.awaits
+    both.about(WORK).answer("PD1", takes=True, blocks=0)
+    both.give_up()
+    assert not both.awaits
+    both.drop("PD1")
+    assert not any(both.about(kind).wanting or both.about(kind).wanted for kind in (WORK, KV))
+
+
+def offer_of(kind: str, passed: bool = True) -> Offer:
+    return Offer(
+        id="P0:1", kind=kind, source="P0", work=work("r", 4), parts=(), route=("P0", "PD1", "P0"), passed=passed
+    )

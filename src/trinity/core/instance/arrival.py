@@ -16,13 +16,14 @@ from trinity.core.migration.prefix_fetch import begin_fetch
 from trinity.core.migration.remote_features import skip_cached_remotely
 from trinity.core.migration.source import offer_found
 from trinity.core.routing import BadChoice
+from trinity.core.spare_work import WORK
 from trinity.core.stage_needs import needs
 
 
 def handle_submit(s: State, event: Submit, now: float) -> None:
     """Queue a new request for encode, or for prefill where no feature is needed or all are cached here."""
     work = event.work
-    s.siblings.came(event.route[-1] if event.route else "")
+    s.siblings.about(WORK).came(event.route[-1] if event.route else "")
     if s.settings.is_other_life(event.target_epoch) or refuse_submit(s, event):
         return
     s.newest = max(s.newest, work.number)

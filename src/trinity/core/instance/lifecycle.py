@@ -152,8 +152,8 @@ def hand_on(s: State, state: RequestState, now: float) -> None:
     s.move(state, Phase.GONE, now)
 
 
-def release(s: State, state: RequestState, outcome: str) -> None:
-    """Send the Release (step 4 of a migration), exactly once per offer."""
+def release(s: State, state: RequestState, outcome: str, to: str = "", waited_s: float = 0.0) -> None:
+    """Send the Release (step 4 of a migration), exactly once per offer; of one that is passed, ``to`` whom."""
     incoming = state.incoming
     assert incoming is not None
     assert not incoming.released
@@ -163,7 +163,8 @@ def release(s: State, state: RequestState, outcome: str) -> None:
     times = s.pull_times.get(incoming.offer.source) if mode != "off" else None
     lacks = incoming.lacks if outcome == FEATURES_GONE else ""
     told = times is not None and (mode != "auto" or times.pulls >= LEAST_PULLS)
-    s.send(incoming.offer.source, Release(incoming.offer.id, outcome, times.cost() if times and told else None, lacks))
+    cost = times.cost() if times and told else None
+    s.send(incoming.offer.source, Release(incoming.offer.id, outcome, cost, lacks, to, waited_s))
 
 
 def drop_all(s: State, state: RequestState) -> None:

@@ -41,6 +41,7 @@ class Phase(Enum):
 
 ENDED = "ended: cancelled, failed or complete"
 TAKEN = "an idle sibling takes it, or it ended"
+PASSED_ON = "its source offers it to a sibling that has room, or it ended"
 
 MOVES: dict[Phase, dict[Phase, str]] = {
     Phase.NEW: {
@@ -68,7 +69,7 @@ MOVES: dict[Phase, dict[Phase, str]] = {
     },
     Phase.IMAGE_OFFER: {
         Phase.IMAGE_PULL: "it has its image blocks",
-        Phase.GONE: ENDED,
+        Phase.GONE: PASSED_ON,
     },
     Phase.COVERED: {
         Phase.MIGRATED_QUEUE: "its source has committed",
@@ -104,7 +105,7 @@ MOVES: dict[Phase, dict[Phase, str]] = {
     },
     Phase.KV_OFFER: {
         Phase.KV_PULL: "it has its KV blocks",
-        Phase.GONE: ENDED,
+        Phase.GONE: PASSED_ON,
     },
     Phase.KV_PULL: {
         Phase.DECODING: "all of its KV is here",

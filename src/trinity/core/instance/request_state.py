@@ -18,6 +18,7 @@ from trinity.core.migration.pull_progress import Piece, PullProgress
 COPIED = "copied"  # end of what was offered to be cached alone
 UNTAKEN = "untaken"  # outcome of an offer whose target is not in touch with the owner
 REFUSED, UNPULLED = "refused", "unpulled"  # outcomes of an offer of a decode that stays where it is: no room, a failure
+PASSED = "passed"  # outcome of an offer that a sibling has room for
 FEATURES_GONE = "missing"  # outcome of an offer whose named holder no longer has the features
 
 

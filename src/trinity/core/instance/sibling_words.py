@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from trinity.core.messages import KV, Offer
+from trinity.core.spare_work import WORK
+
 
 class SiblingWords:
-    """The open words of each pair, by the sibling's name.
+    """The open words of each pair about one kind, by the sibling's name.
 
-    - ``wanted``: it was told that this instance wants work. ``wanting``: it wants work, the latest last.
+    - ``wanted``: it was told that this instance wants some. ``wanting``: it wants some, the latest last.
     - ``told``: it was told that something waits here.
-    - ``awaits``: the sibling from which a request is to come, after a take; "" for none.
+    - ``awaits``: the sibling from which something is to come, after a take; "" for none. ``source``: who is to offer
+      it, once that sibling has said so.
+    - ``refused`` (blocks): the most that had no room here, since it was said last that there is some.
     """
 
     def __init__(self) -> None:
         self.wanted: set[str] = set()
         self.told: set[str] = set()
-        self.awaits = ""
+        self.awaits = self.source = ""
+        self.refused = 0
         self._wanting: dict[str, None] = {}
 
     @property
@@ -22,27 +28,47 @@ class SiblingWords:
         return tuple(self._wanting)
 
     def want(self, name: str) -> None:
-        """Note that it has nothing to do."""
+        """Note that it has nothing to do, or room."""
         self._wanting.pop(name, None)
         self._wanting[name] = None
 
+    def ask(self, name: str) -> None:
+        """Note that it was told what this instance wants."""
+        self.wanted.add(name)
+        self.refused = 0
+
     def tell(self, name: str) -> None:
-        """Note that it was told of work, so that it does not want any until it says so again."""
+        """Note that it was told of something, so that it does not want any until it says so again."""
         del self._wanting[name]
         self.told.add(name)
+
+    def answer(self, name: str, takes: bool, blocks: int) -> None:
+        """Note that it was answered, and wants to hear anew what is wanted here: so many blocks may be too many."""
+        self.wanted.discard(name)
+        if takes:
+            self.awaits = name
+        else:
+            self.refused = max(self.refused, blocks)
+
+    def expect(self, name: str, source: str, up: bool) -> None:
+        """Note who is to offer what this sibling has passed; nothing is to come from one that is not up."""
+        if self.awaits == name:
+            self.source = source
+        if not up:
+            self.came(name)
 
     def came(self, name: str) -> None:
         """Note that what this sibling was to hand over is here, or is not to come."""
         if self.awaits == name:
-            self.awaits = ""
+            self.awaits = self.source = ""
 
     def avoid(self, name: str) -> None:
-        """Await no answer of a sibling that is silent or is to end. What it wants stands: it will not say so again."""
+        """Await nothing of an instance that is silent or is to end. What it wants stands: it will not say so again."""
         self.told.discard(name)
-        self.came(name)
+        self.came(self.awaits if name == self.source else name)
 
     def meet(self, name: str) -> None:
-        """Note that an instance is up: each of the two takes the other for one that wants work, without a word."""
+        """Note that an instance is up: each of the two takes the other for one that wants some, without a word."""
         self.avoid(name)
         self.want(name)
         self.wanted.add(name)
@@ -52,3 +78,40 @@ class SiblingWords:
         self._wanting.pop(name, None)
         self.wanted.discard(name)
         self.avoid(name)
+
+
+class Siblings:
+    """The words about work, and about room for decodes."""
+
+    def __init__(self) -> None:
+        self._words = {WORK: SiblingWords(), KV: SiblingWords()}
+
+    def about(self, kind: str) -> SiblingWords:
+        return self._words[KV if kind == KV else WORK]
+
+    @property
+    def awaits(self) -> str:
+        """A sibling from which something is to come; "" for none."""
+        return self._words[WORK].awaits or self._words[KV].awaits
+
+    def note_offer(self, offer: Offer) -> None:
+        """Note that an offer has come that a sibling had no room for."""
+        for sibling in offer.route[-2:-1] if offer.passed else ():
+            self.about(offer.kind).came(sibling)
+
+    def give_up(self) -> None:
+        """Await nothing: a source has nothing to offer. Which one, and of what, is known to who named it alone."""
+        for words in self._words.values():
+            words.came(words.awaits)
+
+    def avoid(self, name: str) -> None:
+        for words in self._words.values():
+            words.avoid(name)
+
+    def meet(self, name: str) -> None:
+        for words in self._words.values():
+            words.meet(name)
+
+    def drop(self, name: str) -> None:
+        for words in self._words.values():
+            words.drop(name)

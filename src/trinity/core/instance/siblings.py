@@ -1,4 +1,4 @@
-"""Siblings: instances of one stage, of which an idle one takes what waits at another (EPDServe 3.2, global queues).
+"""Siblings: instances of one stage, of which one takes what waits at another (EPDServe 3.2, global queues).
 
 An idle instance tells its siblings once that it wants work, as one that is just up does without a word; that stands
 until one of them has some. Who has a request that waits, and does not begin with the step that starts now, says so. The
@@ -8,6 +8,10 @@ a word that is lost costs time alone.
 
 Where nobody is idle nothing is said, and where nothing waits nothing is said again. A request is handed over once, in
 its first life (decision 0091).
+
+Decodes that are offered and wait for room are spoken of likewise, as a kind of their own: who has room for one wants
+it, idle or not. They and offered features come from their source (``trinity.core.instance.spare_offers``): the taker is
+told which that is, so that it does not wait for one that is lost.
 """
 
 from __future__ import annotations
@@ -18,36 +22,54 @@ from itertools import islice
 from trinity.core.instance.arrival import pass_on
 from trinity.core.instance.phases import Phase
 from trinity.core.instance.request_state import RequestState
+from trinity.core.instance.sibling_words import SiblingWords
+from trinity.core.instance.spare_offers import (
+    LOOKED_AT,
+    MOSTLY,
+    count_need,
+    find_decodes,
+    find_features,
+    free_blocks,
+    has_room,
+    pass_offer,
+)
 from trinity.core.instance.state import State
-from trinity.core.messages import PeerUp
-from trinity.core.spare_work import Said, Spare
+from trinity.core.messages import KV, PeerUp
+from trinity.core.spare_work import WORK, Said, Spare
 from trinity.core.stage_needs import fitting
 
-LOOKED_AT = 8  # waiting requests of a queue: those behind them may stay, and each look costs time
-MOSTLY = 0.5  # of a prompt: who has so much of it cached keeps it, as a later life goes there (decision 0085)
+SIBLINGS_OF = {WORK: "EP", KV: "D"}  # and the stages whose instances are siblings in it
 
 
 def handle_spare(s: State, event: Spare, now: float) -> None:
     """Take note of a sibling's word, and answer it."""
-    shared, name = s.siblings, event.name
+    words, name = s.siblings.about(event.kind), event.name
     if event.said == "want":
-        shared.want(name)
+        words.want(name)
     elif event.said == "have":
-        shared.wanted.discard(name)
-        takes = is_free(s)
-        shared.awaits = name if takes else shared.awaits
-        _say(s, name, "take" if takes else "no")
+        takes = has_room(s, event.blocks) if event.kind == KV else is_free(s)
+        words.answer(name, takes, event.blocks)
+        _say(s, name, "take" if takes else "no", event.kind, free_blocks(s) if takes and event.kind == KV else 0)
     elif event.said == "take":
-        shared.told.discard(name)
-        _hand_over(s, name, now)
+        words.told.discard(name)
+        _hand_over(s, event, now)
     elif event.said == "no":
-        shared.told.discard(name)
+        words.told.discard(name)
+    elif event.said == "sent":
+        words.expect(name, event.source, _is_up(s, event))
+    elif words.awaits == name:
+        words.came(name)
     else:
-        shared.came(name)
+        s.siblings.give_up()
 
 
-def _say(s: State, to: str, said: Said) -> None:
-    s.send(to, Spare(s.settings.name, said))
+def _is_up(s: State, event: Spare) -> bool:
+    source = s.router.peers.get(event.source)
+    return source is not None and source.epoch == event.epoch and event.source not in s.router.suspects
+
+
+def _say(s: State, to: str, said: Said, kind: str, blocks: int = 0) -> None:
+    s.send(to, Spare(s.settings.name, said, kind, blocks))
 
 
 def is_free(s: State) -> bool:
@@ -56,36 +78,43 @@ def is_free(s: State) -> bool:
 
 
 def share_work(s: State) -> None:
-    """Tell siblings that this instance has nothing to do, or that something waits here which they may have."""
-    if is_free(s):
-        for peer in _siblings(s):
-            if peer.name not in s.siblings.wanted:
-                s.siblings.wanted.add(peer.name)
-                _say(s, peer.name, "want")
-    elif s.siblings.wanting and (s.encode_queue or s.prefill_queue):
-        _tell_waiting(s)
+    """Tell siblings that this instance has nothing to do, or room, or that something waits here which they may have."""
+    for kind in SIBLINGS_OF:
+        words = s.siblings.about(kind)
+        if has_room(s, max(1, words.refused)) if kind == KV else is_free(s):
+            for peer in _siblings(s, kind):
+                if peer.name not in words.wanted:
+                    words.ask(peer.name)
+                    _say(s, peer.name, "want", kind)
+        elif words.wanting and (s.kv_offers if kind == KV else s.encode_queue or s.prefill_queue or s.image_offers):
+            _tell_waiting(s, kind, words)
 
 
-def _tell_waiting(s: State) -> None:
+def _tell_waiting(s: State, kind: str, words: SiblingWords) -> None:
     """Tell as many siblings as there are requests for them, those first that had nothing to do last."""
-    for name in reversed(s.siblings.wanting):
-        peer = _find_sibling(s, name)
-        found = sum(1 for _ in find_spare(s, peer)) if peer is not None else 0
-        if found > len(s.siblings.told):
-            s.siblings.tell(name)
-            _say(s, name, "have")
+    for name in reversed(words.wanting):
+        peer = _find_sibling(s, name, kind)
+        found = list(_find(s, peer, kind)) if peer is not None else []
+        if len(found) > len(words.told):
+            words.tell(name)
+            _say(s, name, "have", kind, count_need(s, found[0]) if kind == KV else 0)
 
 
-def _siblings(s: State) -> Iterator[PeerUp]:
-    """List those that encode or prefill as this instance does, and are neither silent nor to end."""
+def _find(s: State, peer: PeerUp, kind: str, room: int | None = None) -> Iterator[RequestState]:
+    return find_decodes(s, peer, room) if kind == KV else find_spare(s, peer)
+
+
+def _siblings(s: State, kind: str) -> Iterator[PeerUp]:
+    """List those that have a stage of this kind as this instance does, and are neither silent nor to end."""
     avoided = {s.settings.name} | s.router.suspects | s.router.leaving
+    letters = [each for each in SIBLINGS_OF[kind] if each in s.settings.roles]
     for peer in s.router.peers.values():
-        if peer.name not in avoided and any(each in peer.roles for each in "EP" if each in s.settings.roles):
+        if peer.name not in avoided and any(each in peer.roles for each in letters):
             yield peer
 
 
-def _find_sibling(s: State, name: str) -> PeerUp | None:
-    peer = next((each for each in _siblings(s) if each.name == name), None)
+def _find_sibling(s: State, name: str, kind: str) -> PeerUp | None:
+    peer = next((each for each in _siblings(s, kind) if each.name == name), None)
     return None if peer is None or s.router.is_reserved(name, peer.epoch) else peer
 
 
@@ -96,6 +125,7 @@ def find_spare(s: State, peer: PeerUp) -> Iterator[RequestState]:
             state = s.requests[request]
             if _may_go(s, state) and any(fitting(letter, state.work, (peer,))):
                 yield state
+    yield from find_features(s, peer)
 
 
 def _may_go(s: State, state: RequestState) -> bool:
@@ -120,11 +150,16 @@ def _has_little_text(s: State, state: RequestState) -> bool:
     return not state.media and cached < MOSTLY * state.prefill_end
 
 
-def _hand_over(s: State, name: str, now: float) -> None:
-    """Pass a request on to a sibling, the first one that waits."""
-    peer = _find_sibling(s, name)
-    state = next(find_spare(s, peer), None) if peer is not None else None
+def _hand_over(s: State, taken: Spare, now: float) -> None:
+    """Pass what waits on to a sibling, the first one that it may have."""
+    name, kind = taken.name, taken.kind
+    peer = _find_sibling(s, name, kind)
+    state = next(_find(s, peer, kind, taken.blocks), None) if peer is not None else None
     if state is None:
-        _say(s, name, "none")
-    else:
+        _say(s, name, "none", kind)
+    elif state.incoming is None:
         pass_on(s, state, name, now)
+    else:
+        offer = state.incoming.offer
+        pass_offer(s, state, name, now)
+        s.send(name, Spare(s.settings.name, "sent", kind, 0, offer.source, offer.epoch))

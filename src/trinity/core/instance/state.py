@@ -26,7 +26,7 @@ from trinity.core.instance.request_state import (
     Tombstone,
 )
 from trinity.core.instance.settings import Settings as Settings
-from trinity.core.instance.sibling_words import SiblingWords
+from trinity.core.instance.sibling_words import Siblings
 from trinity.core.messages import (
     FRONTEND,
     IMAGE,
@@ -84,7 +84,7 @@ class State:
         # taken back from a lease: a former target may still read them
         self.revoked_blocks: dict[str, set[int]] = {kind: set() for kind in settings.pools}
         self.reserved_as: int | None = None  # number of the PeerReserved for one that runs alone here
-        self.said_empty, self.siblings = False, SiblingWords()
+        self.said_empty, self.siblings = False, Siblings()
         self.frontends = [FRONTEND]  # in touch with this instance: it has requests of no other
         self.newest = 0  # highest number of a request that came here
         self.skipped_encodes: dict[str, SkippedEncode] = {}

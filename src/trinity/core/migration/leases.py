@@ -9,16 +9,17 @@ from __future__ import annotations
 
 from math import inf
 
-from trinity.core.instance.company import untaken
+from trinity.core.instance.company import nowhere, untaken
 from trinity.core.instance.lifecycle import end
 from trinity.core.instance.phases import Phase
-from trinity.core.instance.request_state import FEATURES_GONE, REFUSED, UNPULLED, UNTAKEN, Lease, RequestState
+from trinity.core.instance.request_state import FEATURES_GONE, PASSED, REFUSED, UNPULLED, UNTAKEN, Lease, RequestState
 from trinity.core.instance.state import State, failure
-from trinity.core.messages import Failure, Finished, Release, Withdraw
+from trinity.core.messages import KV, Failure, Finished, Release, Withdraw
 from trinity.core.migration.lost_transfers import end_transfer
 from trinity.core.migration.moves import LATE, finish_copy, give_up
 from trinity.core.migration.prefix_fetch import give_up_prefixes
 from trinity.core.migration.remote_features import encode_after_all, forget_skipped, give_up_fetches
+from trinity.core.migration.second_offers import offer_elsewhere, turn_down
 from trinity.core.migration.source import drop_offer, offer_found
 
 
@@ -26,10 +27,15 @@ def handle_release(s: State, event: Release, now: float) -> None:
     """Drop the blocks of a lease that its target released (step 4); nothing if they were taken back before."""
     lease = s.outgoing.pop(event.id, None)
     if lease is None:
+        turn_down(s, event)
         return
     s.renew_leases(lease.target, now)
+    if event.outcome == PASSED and not offer_elsewhere(s, lease, event, now):
+        _report_end(s, lease, nowhere(s, "D" if lease.kind == KV else "P"))
     s.pools[lease.kind].drop(lease.blocks)
     s.pull_cost = event.cost or s.pull_cost
+    if event.outcome == PASSED:
+        return
     if event.outcome == FEATURES_GONE:
         found = encode_after_all(s, lease, event.lacks, now)
         if found is not None:

@@ -45,6 +45,7 @@ def handle_offer(s: State, event: Offer, now: float) -> None:
     One that is here already has come by another way: it moved here from an instance that was lost with its Release
     unheard, so that the first source offers it once more (``trinity.core.migration.second_offers``).
     """
+    s.siblings.note_offer(event)
     if s.settings.is_other_life(event.target_epoch) or refuse_offer(s, event):
         return
     work = replace(event.work, request=event.id) if event.moves else event.work
