@@ -78,6 +78,8 @@ class Striker:
     def command(self, name: str, command: Value) -> None:
         if isinstance(command, MoveEnd):
             self.seen[command.failure.fields["reason"] if command.failure else "moved"] += 1
+        if isinstance(command, Send) and isinstance(command.message, Offer):
+            self.seen["offers passed"] += command.message.passed
         if not isinstance(command, Send) or not isinstance(command.message, self.amid):
             return
         if self.strikes and self.draw.random() < 4 * self.share:
