@@ -105,7 +105,8 @@ class Conversation:
             if here and (own is None or event.work.owner in own.state.frontends):
                 self.visited.add((name, event.work.request))
             if self.deaths and isinstance(event, Offer) and len(set(event.route)) < len(event.route):
-                self._reopens(name, event.work.request)
+                self.over.pop((name, event.work.request), None)  # as a Release was cut off: it may be decoded again
+                self.cut |= {each for each in self.emitted if each[0] == event.work.request}
         elif isinstance(event, Ready) and event.again:
             transfer = self.transfers[event.id]
             transfer.asked -= set(list_pieces(transfer, event.layers, event.blocks))
@@ -313,11 +314,6 @@ class Conversation:
             assert transfer.committed or transfer.void or came, f"{message} before Commit"
         if message.outcome == "cached":
             assert not transfer.asked, f"{message} although parts {transfer.asked} moved"
-
-    def _reopens(self, name: str, request: str) -> None:
-        """Let a request that is offered again, as a Release was cut off, be decoded again: its front end has done."""
-        self.over.pop((name, request), None)
-        self.cut |= {each for each in self.emitted if each[0] == request}
 
     def _came_otherwise(self, name: str, transfer: Transfer) -> bool:
         here = self.cores[name].state.requests.get(transfer.offer.work.request)
