@@ -323,7 +323,7 @@ def tight(text: int = 5) -> Search:
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 def test_in_every_order_of_a_death_a_request_that_fetches_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """258,000 states. Once lost by its target's word, and once by the front end's, it has had its one recovery."""
+    """212,000 states. Once lost by its target's word, and once by the front end's, it has had its one recovery."""
     seen: Counter[bool] = Counter()
     plain = prefix_fetch.take_pulled
 
