@@ -295,6 +295,18 @@ async def test_what_cannot_be_changed_is_refused_and_changes_nothing() -> None:
         await pipe.switch("E1", "E")
 
 
+async def test_a_switch_that_is_overtaken_by_the_close_says_so() -> None:
+    """Once its next life is prepared and the former one has ended."""
+    async with emulated("2E1P1D") as pipe:
+        changing = asyncio.ensure_future(pipe.switch("E1", "D"))
+        async with asyncio.timeout(LIVENESS_S):
+            while pipe.health["E1"].state == "up":
+                await asyncio.sleep(0)
+        await pipe.aclose()
+        with pytest.raises(trinity.ClosedError, match="closed meanwhile"):
+            await changing
+
+
 async def test_nothing_is_changed_while_an_instance_is_away() -> None:
     async with emulated("2E1P1D") as pipe:
         os.kill(pipe.processes["P0"].process, signal.SIGKILL)

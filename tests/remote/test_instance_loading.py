@@ -149,12 +149,21 @@ async def test_another_word_ends_it(launcher: Launcher, tmp_path: Path) -> None:
         assert "waits for the word to go on, and was sent StopInstance" in said.message
 
 
-async def test_what_cannot_be_loaded_is_said_before_the_word(launcher: Launcher, tmp_path: Path) -> None:
-    setup = setup_of("E", MODEL, pools={"kv": 20})
+@pytest.mark.parametrize(
+    ("room", "why"),
+    [
+        ({"pools": {"kv": 20}}, "needs at least one block of image"),
+        ({"memory_bytes": 1000}, "for a block of each pool"),
+    ],
+)
+async def test_what_cannot_be_loaded_is_said_before_the_word(
+    room: dict[str, Any], why: str, launcher: Launcher, tmp_path: Path
+) -> None:
+    setup = setup_of("E", MODEL, **{"pools": None, **room})
     async with waiting(launcher, tmp_path, setup) as (channel, _):
         said, _ = await hear(channel)
         assert isinstance(said, InstanceFailure)
-        assert "needs at least one block of image" in said.message
+        assert why in said.message
 
 
 def test_weights_that_memory_does_not_allow_twice_are_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:

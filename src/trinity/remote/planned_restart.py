@@ -198,12 +198,14 @@ async def _wait_up(supervisor: Supervisor, name: str, epoch: int, last: int | No
     """Wait until a life after this one serves; return when it had loaded.
 
     last: epoch after which no other is waited for; None: that of the ``MOST_TRIES``-th after this one. Raises the last
-    problem where none of them came up.
+    problem where none of them came up, and ``ClosedError`` once the pipeline is being closed.
     """
     member, loaded_at = supervisor.core.members[name], 0.0
     last = epoch + MOST_TRIES if last is None else last
     while member.phase is not LifePhase.UP or member.epoch <= epoch:
-        if member.phase is LifePhase.CLOSED or (member.epoch >= last and member.phase in AWAY):
+        if supervisor.core.closing:
+            raise ClosedError(CLOSED)
+        if member.epoch >= last and member.phase in AWAY:
             text = f"instance {name} did not come up: {member.why}"
             raise supervisor.problems.get(name) or PeerLost(text, "control", name)
         loaded_at = 0.0 if member.phase is not LifePhase.MEETING else loaded_at or time.perf_counter()

@@ -162,15 +162,15 @@ def hold_weights(config: ServingConfig, spec: Instance) -> object | None:
     """Load the weights of an instance that is to follow another; ``load_instances`` finds them while this is held.
 
     None where memory does not allow them beside those of the other one. Blocks: run it on a thread. Raises
-    ``ConfigError`` as ``load_instances`` does for weights, and for pools that were set and have no block.
+    ``ConfigError`` as ``load_instances`` does for weights, and for pools or a memory that was set and has no room.
     """
     device = spec.device or config.device
     if not fits_beside(device, _count_weights(config, spec.roles, device)):
         return None
     model = _get_model(config, _complete_spec(config, spec, [spec]))
-    pools = describe_tenant(spec, config.cache).pools
-    if pools is not None:
-        check_pools(spec, model, pools, config.cache)
+    tenant = describe_tenant(spec, config.cache)
+    if tenant.pools is not None or tenant.memory_bytes is not None:
+        check_pools(spec, model, _choose_sizes(config, spec, model, tenant, ()), config.cache)
     return model
 
 
