@@ -208,8 +208,9 @@ class FrontendCore(FrontendDeaths):
         if entry is None:
             self._trace(event.request, Life(event.to, event.epoch), now)
             return
-        entry.passed = entry.passed or is_passed_by(entry, event, self.router)
-        if not is_passed_by(entry, event, self.router):
+        if is_passed_by(entry, event, self.router):
+            entry.passed = True
+        else:
             self._out += note_moved(entry, event)
         self._check_lives(entry, now)
 
