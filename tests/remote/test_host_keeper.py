@@ -72,6 +72,18 @@ def until(true: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
+def until_another(command: HostCommand, lost: int) -> int:
+    """The one instance that is there in place of a lost one. Each look is one read: two may see two states."""
+    seen = list[int]()
+
+    def is_there() -> bool:
+        seen[:] = command.instances()
+        return len(seen) == 1 and seen != [lost]
+
+    until(is_there)
+    return seen[0]
+
+
 async def test_two_hosts_serve_and_what_is_killed_comes_back(table: HostTable, both: list[HostCommand]) -> None:
     async with emulated(table) as pipe, asyncio.timeout(2 * LIVENESS_S):
         await serves(pipe)
@@ -148,8 +160,7 @@ def test_nobody_has_to_read_what_it_prints(both: list[HostCommand]) -> None:
     both[0].run.stdout.close()
     for _ in range(2):
         os.kill(victim, signal.SIGKILL)
-        until(lambda lost=victim: len(both[0].instances()) == 1 and both[0].instances() != [lost])  # type: ignore[misc]
-        [victim] = both[0].instances()
+        victim = until_another(both[0], victim)
     assert both[0].run.poll() is None
 
 
