@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ from trinity.core.messages import PeerUp, Sampled, Step, Submit, Work
 from trinity.errors import RequestError, StageError, describe_error, own_errors
 from trinity.instance import Instance
 from trinity.memory.block_memory import BlockMemory
-from trinity.preprocess.detokenizer import TextStream
+from trinity.preprocess.token_text import TableText, WindowText
 from trinity.request import Request, Sampling
 from trinity.stages import IMAGE, KV, EncodeStage, LanguageStage
 
@@ -133,13 +133,18 @@ async def test_the_detokenizer_raises(error: BaseException, method: str, monkeyp
 
         stopping = TEXT.request(sampling=Sampling.greedy(stop=("never said",)))
         with monkeypatch.context() as patched:
-            patched.setattr(TextStream, method, raising)
+
+            def answer(name: str, way: Callable[..., Any]) -> None:
+                for kind in (TableText, WindowText):
+                    patched.setattr(kind, name, way)
+
+            answer(method, raising)
             await refused(pipe, stopping, type(error).__name__)
             if method == "push":
-                patched.setattr(TextStream, "push_all", raising)
+                answer("push_all", raising)
             await refused(pipe, TEXT.request(), type(error).__name__)
             for name in [method, *["push_all"] * (method == "push")]:
-                patched.setattr(TextStream, name, lambda *_: b"bytes")
+                answer(name, lambda *_: b"bytes")
             await refused(pipe, TEXT.request(), "bytes|NoneType|TypeError")
         await good_ones(pipe)
 

@@ -133,11 +133,13 @@ class Stream:
         return self
 
     async def __anext__(self) -> Token:
-        if not self._tokens:
-            await self._wait_token()
-            if not self._tokens:
+        tokens = self._tokens
+        while not tokens:  # as _wait_token, at a token's cost
+            if self._output is not None or not self._entered:
+                await self._wait_token()
                 raise StopAsyncIteration
-        return self._tokens.popleft()
+            await self._expect_change()
+        return tokens.popleft()
 
     async def _wait_token(self) -> None:
         """Wait until a token may be read, or none will come. Raises the request's error in that case."""
@@ -205,7 +207,9 @@ class Stream:
         """
         try:
             self._take(event, now)
-        except Exception as error:  # a tokenizer may raise anything on a token id that a stage invented
+        except (KeyboardInterrupt, asyncio.CancelledError):
+            raise
+        except BaseException as error:  # a tokenizer may raise anything on a token id that a stage invented
             text = f"token {event.sampled.token} cannot be decoded to text ({error!r})"
             self.end(End(event.request, "error", Failure("RequestError", text)))
             self._host.post(Abort(event.request, "cancelled"))
@@ -222,19 +226,21 @@ class Stream:
             return
         if self._decoded < len(self._sampled):
             self._decode_rest()
-        text = self._decode(stream.push, sampled.token)
+        text = stream.push(sampled.token)
+        if not isinstance(text, str):
+            raise TypeError(f"the tokenizer gave {type(text).__name__} in place of text")
         self._note(sampled, now)
         self._decoded += 1
         self._pieces.append(text)
         if not self._unread:
-            self._show(Token(sampled.token, text, event.index, sampled.logprob, sampled.top))
+            self._show(Token(sampled.token, text, event.index, sampled.logprob, sampled.top), stream)
         if stream.stopped:
             self._host.post(Abort(self.request.request_id, "stop"))
 
     def _note(self, sampled: Sampled, now: float) -> None:
         self._sampled.append(sampled)
         self._times.append(now)
-        if len(self._times) == 1:
+        if self._waiters and len(self._times) == 1:
             self._wake()
 
     def _decode_rest(self) -> None:
@@ -255,23 +261,20 @@ class Stream:
             with own_errors(self.request.request_id, "decoding the output to text", (asyncio.CancelledError,)):
                 raise
 
-    def _show(self, token: Token) -> None:
-        assert self._text is not None
+    def _show(self, token: Token, stream: TextStream) -> None:
         if self._held is not None:
             self._release("")
-        if self._text.stopped or (token.text and not self._text.holds):
-            self._put(token)
+        if stream.stopped or (token.text and not stream.holds):
+            self._tokens.append(token)
+            if self._waiters:
+                self._wake()
         else:
             self._held = token  # the rest of its text, if it has any, is released with it
 
     def _release(self, text: str) -> None:
         if self._held is not None:
             held, self._held = self._held, None
-            self._put(Token(held.id, held.text + text, held.index, held.logprob, held.top_logprobs))
-
-    def _put(self, token: Token) -> None:
-        self._tokens.append(token)
-        if self._waiters:
+            self._tokens.append(Token(held.id, held.text + text, held.index, held.logprob, held.top_logprobs))
             self._wake()
 
     def end(self, event: End) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from trinity.preprocess.token_text import Tokenizer, make_text
 
@@ -26,6 +26,8 @@ class TextStream:
         self._longest = max(map(len, self._stop), default=1) - 1
         self._pending = ""
         self.stopped = False
+        # Add a token. Returns the text to release now: "" if nothing is certain yet, or after a stop string.
+        self.push: Callable[[int], str] = self._push if self._stop else self._text.push
 
     @property
     def has_stops(self) -> bool:
@@ -37,12 +39,11 @@ class TextStream:
         """True while text of the tokens that came is held back: the next one or the end releases it."""
         return self._text.holds or bool(self._pending)
 
-    def push(self, token_id: int) -> str:
-        """Add a token. Returns the text to release now: "" if nothing is certain yet, or after a stop string."""
+    def _push(self, token_id: int) -> str:
         if self.stopped:
             return ""
         text = self._text.push(token_id)
-        return self._release(text) if text and self._stop else text
+        return self._release(text) if text else text
 
     def push_all(self, token_ids: Sequence[int]) -> str:
         """Add tokens. Returns what the text of each adds up to; it is decoded once, unless there are stop strings."""
