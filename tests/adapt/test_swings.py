@@ -94,7 +94,7 @@ def applied(rows: Trace, present: str) -> tuple[list[Proposal], Replanner, Apply
 @pytest.mark.parametrize(
     ("kind", "seconds", "seed"),
     [
-        ("rate", 1200, 0),
+        pytest.param("rate", 1200, 0, marks=pytest.mark.slow),
         ("outputs", 1200, 0),
         *(pytest.param(kind, 3000, seed, marks=pytest.mark.slow) for kind in ("rate", "outputs") for seed in (1, 2, 3)),
     ],

@@ -21,7 +21,9 @@ def test_a_question_is_the_same_every_time_and_half_of_them_have_contents_that_r
     assert not any(row.hash_ids for row in question(4).trace)
 
 
-@pytest.mark.parametrize(("number", "setting"), [(18, "routing=least_loaded"), (8, "kv=grouped")])
+@pytest.mark.parametrize(
+    ("number", "setting"), [(8, "kv=grouped"), pytest.param(18, "routing=least_loaded", marks=pytest.mark.slow)]
+)
 def test_screening_and_replays_lose_little(number: int, setting: str) -> None:
     assert lost(question(number), setting).share <= MOST_LOST
 

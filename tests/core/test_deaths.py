@@ -17,7 +17,7 @@ from trinity.core.instance.state import State
 from trinity.core.messages import Gone, Moved, PeerDown, PeerUp, Send, Step, Value
 from trinity.testing.virtual import Durations, VirtualCluster, make_settings
 
-AT_ALL = 200
+AT_ALL = 100
 POOLS = {"image": 16, "kv": 32}
 STILL = Durations(lambda *_: 0.01, lambda *_: 1.0, lambda *_: 0.1)
 

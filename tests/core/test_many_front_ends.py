@@ -14,6 +14,7 @@ import pytest
 
 from support.core_tables import work
 from support.many_front_ends import shared_cluster
+from support.other_rules import is_noticed
 from support.reader_checks import TYPED
 from trinity.core import frontend
 from trinity.core.failure_policy import FailurePolicy
@@ -227,20 +228,27 @@ def misowned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FrontendCore, "_submit", plain)
 
 
-@pytest.mark.parametrize(
-    "broken",
-    [to_the_first, named_alike, unended, welcoming, unreleased, unreported, unforgetting, unannounced, misowned],
-)
+RULES: dict[Callable[[pytest.MonkeyPatch], None], int] = {
+    to_the_first: 0,
+    named_alike: 0,
+    unended: 3,
+    welcoming: 5,
+    unreleased: 5,
+    unreported: 43,
+    unforgetting: 3,
+    unannounced: 0,
+    misowned: 0,
+}
+"""And the seed at which each was noticed, when this was written."""
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("broken", RULES, ids=lambda each: each.__name__)
 def test_a_rule_that_is_not_kept_is_noticed(
     broken: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken(monkeypatch)
-    for seed in range(1000):
-        try:
-            run(seed, limit=20_000)
-        except (AssertionError, KeyError, ValueError, RecursionError):
-            return
-    pytest.fail(f"1000 runs did not notice: {broken.__doc__}")
+    assert is_noticed(lambda seed: run(seed, limit=20_000), range(1000), RULES[broken]), broken.__doc__
 
 
 def test_ends_of_all_by_the_death_of_one_are_noticed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,8 @@ import pytest
 from msgspec.structs import replace
 
 from support.moving import commit_on_its_way, run, target_dies, target_stands_still
+from support.other_rules import BROKEN as BROKEN_RUN
+from support.other_rules import is_noticed
 from trinity.core import frontend, frontend_losses
 from trinity.core.frontend_events import MoveEnd
 from trinity.core.frontend_request import FrontendRequest
@@ -229,12 +231,30 @@ def a_source_that_moves_a_request_which_is_recomputed(patch: Patch) -> None:
     patch.setattr(leases, "finish_copy", finish)
 
 
+SCENES = (commit_on_its_way, target_dies, target_stands_still)
+KNOWN: dict[Broken, int] = {
+    an_offer_while_a_step_runs: 12,
+    a_target_that_has_it_by_its_own_name_at_once: 74,
+    a_target_that_has_it_wait_for_room: 12,
+    a_front_end_that_takes_a_lost_sender_for_one_that_is_up: 19,
+    a_lease_that_is_withdrawn_and_not_taken_back: 154,
+    a_source_that_decodes_on_without_a_withdraw: 10,
+    a_copy_of_a_block_that_is_not_full: 24,
+    a_copy_that_is_cached_before_it_is_there: 24,
+    a_copy_whose_blocks_are_not_leased: 24,
+    a_source_that_waits_for_a_copy_that_nobody_has: 24,
+    a_source_that_moves_a_request_which_is_recomputed: 246,
+}
+"""The run in which a rule was noticed when this was written; all others are in one of the first few."""
+
+
+def play(number: int) -> None:
+    """Play a scene, or a run at random."""
+    run(number - len(SCENES), limit=20_000) if number >= len(SCENES) else SCENES[number]()
+
+
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize("how", BROKEN, ids=[how.__name__ for how in BROKEN])
 def test_a_rule_that_is_not_kept_is_noticed(how: Broken, monkeypatch: pytest.MonkeyPatch) -> None:
     how(monkeypatch)
-    for scene in (commit_on_its_way, target_dies, target_stands_still, *range(300)):
-        try:
-            run(scene, limit=20_000) if isinstance(scene, int) else scene()
-        except (AssertionError, KeyError, ValueError, RecursionError, AttributeError):
-            return
-    pytest.fail(f"300 runs did not notice {how.__name__.replace('_', ' ')}")
+    assert is_noticed(play, range(303), KNOWN.get(how, 0), (*BROKEN_RUN, AttributeError)), how.__name__

@@ -51,7 +51,8 @@ def test_one_without_a_prefill_instance_moves_as_well() -> None:
     assert ends(found) == {"length"}
 
 
-@pytest.mark.parametrize("victim", ["D0", "D1"])
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("victim", ["D1", pytest.param("D0", marks=pytest.mark.slow)])
 def test_it_is_whole_in_every_order_of_the_death_of_its_source_or_its_target(victim: str) -> None:
     found = search("P+2D", (TEXT, THERE), victim)
     assert len(found.run()) > 5000

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from support.other_rules import is_noticed
 from support.poisoned import CALM, Poison, calm_cluster, poisoned_cluster
 from support.reader_checks import TYPED, check_readers
 from trinity.core.failure_policy import FailurePolicy
@@ -74,12 +75,12 @@ def count(seeds: range, make: Callable[[int], Poison]) -> Counter[str]:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("policy", [DEFAULT, EARLY], ids=["after two", "after one"])
 def test_poison_is_refused_and_every_other_request_is_whole(policy: FailurePolicy) -> None:
-    seen = count(range(400), lambda seed: calm_cluster(seed, policy))
+    seen = count(range(100), lambda seed: calm_cluster(seed, policy))
     assert {kind for kind in seen if kind.startswith("other")} == {"other length", "other stop"}
-    assert seen["poison PoisonRequest"] > 400
+    assert seen["poison PoisonRequest"] > 100
     assert seen["fourth"] <= 1, "whose death was heard of only as it had been sent on"
     typed = sum(number for kind, number in seen.items() if kind.startswith("poison") and kind.endswith("Error"))
-    assert typed <= 6, "refused as before, after as many losses"
+    assert typed <= 3, "refused as before, after as many losses"
 
 
 def test_an_instance_that_it_was_called_back_from_counts_when_it_dies() -> None:
@@ -97,23 +98,23 @@ def test_poison_under_each_placement(placement: str) -> None:
 def test_the_last_death_is_its_own() -> None:
     """Nothing else was on the instance, nor on its way there."""
     company = Counter[int]()
-    for seed in range(100):
+    for seed in range(40):
         poison = calm_cluster(seed, DEFAULT)
         poison.cluster.run(300_000)
         for name, deaths in poison.deaths.items():
             if is_poison(poison.cluster.outcomes[name].end) and deaths:
                 company[deaths[-1][1]] += 1
     assert set(company) == {0}
-    assert company[0] > 100
+    assert company[0] > 40
 
 
 @pytest.mark.timeout(900)
 def test_beside_deaths_from_outside_next_to_nobody_else_is_blamed() -> None:
     """Faults, freezes and leases come too."""
-    seen = count(range(120), lambda seed: poisoned_cluster(seed, PATIENT))
+    seen = count(range(40), lambda seed: poisoned_cluster(seed, PATIENT))
     known = {*TYPED, "length", "stop", "cancelled", "PoisonRequest"}
     assert {kind.split()[1] for kind in seen if kind != "fourth"} <= known
-    assert seen["poison PoisonRequest"] > 50
+    assert seen["poison PoisonRequest"] > 16
     assert seen["other PoisonRequest"] <= 3, "died with twice in company, and then struck from outside alone"
     assert seen["fourth"] <= 3
 
@@ -189,25 +190,39 @@ def unheard(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FrontendRequest, "note_death", lambda self, death, now: None)
 
 
-RULES = [together, assumed, unforgiven, unlifted, convicted, unheard]
+RULES: dict[Callable[[pytest.MonkeyPatch], None], int] = {
+    together: 14,
+    assumed: 35,
+    unforgiven: 15,
+    unlifted: 0,
+    convicted: 5,
+    unheard: 0,
+}
+"""And the run in which each was noticed, when this was written."""
+LENIENT = FailurePolicy(recoveries=9, wait_s=60.0)
+
+
+def check_isolation(run: int) -> None:
+    """Play one of 400 runs: 200 of each policy."""
+    policy, seed = (LENIENT if run >= 200 else DEFAULT), run % 200
+    poison = calm_cluster(seed, policy)
+    seen = play(poison, limit=30_000)
+    assert {kind for kind in seen if kind.startswith("other")} <= {"other length", "other stop"}
+    assert seen["fourth"] == 0
+    alone = [deaths[-1][1] for name, deaths in poison.deaths.items() if len(deaths) == 3]
+    assert not any(alone) or seen["poison PoisonRequest"] == 0
+    assert policy.recoveries > 2 or not seen["poison StageError"]
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("broken", RULES)
+@pytest.mark.parametrize("broken", RULES, ids=lambda each: each.__name__)
 def test_a_rule_of_isolation_that_is_not_kept_is_noticed(
     broken: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken(monkeypatch)
-    for policy in (DEFAULT, FailurePolicy(recoveries=9, wait_s=60.0)):
-        for seed in range(200):
-            try:
-                poison = calm_cluster(seed, policy)
-                seen = play(poison, limit=30_000)
-                assert {kind for kind in seen if kind.startswith("other")} <= {"other length", "other stop"}
-                assert seen["fourth"] == 0
-                alone = [deaths[-1][1] for name, deaths in poison.deaths.items() if len(deaths) == 3]
-                assert not any(alone) or seen["poison PoisonRequest"] == 0
-                assert policy.recoveries > 2 or not seen["poison StageError"] or seed in (360,)
-            except (AssertionError, KeyError, RecursionError):
-                return
-    pytest.fail(f"the runs did not notice: {broken.__doc__}")
+    assert is_noticed(check_isolation, range(400), RULES[broken]), broken.__doc__
+
+
+def test_such_runs_are_whole_where_all_rules_are_kept() -> None:
+    for run in {*RULES.values(), 214}:
+        check_isolation(run)

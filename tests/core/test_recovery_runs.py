@@ -15,6 +15,7 @@ import pytest
 from support.core_tables import work
 from support.deadly import deadly_cluster
 from support.every_order import Search
+from support.other_rules import is_noticed
 from support.reader_checks import check_readers
 from trinity.core import frontend, frontend_request
 from trinity.core.failure_policy import FailurePolicy
@@ -26,7 +27,7 @@ from trinity.core.transfers import TransferPolicy
 from trinity.testing.virtual import Durations, VirtualCluster, make_settings
 
 POLICY = FailurePolicy(recoveries=20, wait_s=10.0)
-AT_ALL = 300
+AT_ALL = 120
 POOLS = {"image": 16, "kv": 32}
 STILL = Durations(lambda *_: 0.01, lambda *_: 1.0, lambda *_: 0.1)
 
@@ -87,7 +88,7 @@ def test_requests_for_features_alone_survive_too() -> None:
         cluster.run()
         ends = [outcome.end for outcome in cluster.outcomes.values() if outcome.end]
         survived += sum(end.reason == "encoded" and bool(end.former) for end in ends)
-    assert survived > 10
+    assert survived > 4
 
 
 def cluster_of(placement: str, failures: FailurePolicy = POLICY) -> VirtualCluster:
@@ -244,14 +245,24 @@ def unwaiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(FrontendRequest, "wait", lost)
 
 
-@pytest.mark.parametrize("broken", [nameless, unforgotten, unanswered, unsaid, blank, mixed, hasty, deaf, unwaiting])
+RULES: dict[Callable[[pytest.MonkeyPatch], None], int] = {
+    nameless: 3,
+    unforgotten: 14,
+    unanswered: 416,
+    unsaid: 195,
+    blank: 0,
+    mixed: 150,
+    hasty: 35,
+    deaf: 0,
+    unwaiting: 0,
+}
+"""And the seed at which each was noticed, when this was written."""
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("broken", RULES, ids=lambda each: each.__name__)
 def test_a_rule_that_is_not_kept_is_noticed(
     broken: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken(monkeypatch)
-    for seed in range(2000):
-        try:
-            run(seed, limit=20_000)
-        except (AssertionError, KeyError, ValueError, RecursionError):
-            return
-    pytest.fail(f"2000 runs did not notice: {broken.__doc__}")
+    assert is_noticed(lambda seed: run(seed, limit=20_000), range(2000), RULES[broken]), broken.__doc__

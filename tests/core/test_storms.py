@@ -11,6 +11,7 @@ from msgspec.structs import replace
 from core.test_recovery_runs import run
 from support.core_tables import brief, peer_up, work
 from support.deadly import deadly_cluster
+from support.other_rules import is_noticed
 from support.reader_checks import check_readers
 from support.recovering import emit, end_of, quiet, recovering, told
 from support.storms import watch_storms
@@ -210,9 +211,9 @@ def watched(seed: int, limit: int = 1_000_000) -> tuple[int, int]:
 
 @pytest.mark.timeout(900)
 def test_turns_are_kept_and_every_request_ends() -> None:
-    found = [watched(seed) for seed in range(400_000, 400_200)]
-    assert sum(held > 0 for held, _ in found) > 40, "in which some waited for their turn"
-    assert sum(survived for _, survived in found) > 150
+    found = [watched(seed) for seed in range(400_000, 400_060)]
+    assert sum(held > 0 for held, _ in found) > 12, "in which some waited for their turn"
+    assert sum(survived for _, survived in found) > 45
 
 
 @pytest.mark.slow
@@ -282,15 +283,21 @@ def youngest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Turns, "take", lambda self, name, age, most: take(self, name, -age, most))
 
 
+RULES: dict[Callable[[pytest.MonkeyPatch], None], int] = {
+    unbounded: 400_000,
+    kept: 400_000,
+    unawakened: 400_267,
+    overtaking: 400_021,
+    youngest: 400_000,
+}
+"""And the seed at which each was noticed, when this was written."""
+
+
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("broken", [unbounded, kept, unawakened, overtaking, youngest])
+@pytest.mark.parametrize("broken", RULES, ids=lambda each: each.__name__)
 def test_a_rule_of_turns_that_is_not_kept_is_noticed(
     broken: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken(monkeypatch)
-    for seed in range(400_000, 402_000):
-        try:
-            watched(seed, limit=20_000)
-        except (AssertionError, KeyError):
-            return
-    pytest.fail(f"2000 runs did not notice: {broken.__doc__}")
+    seeds = range(400_000, 402_000)
+    assert is_noticed(lambda seed: watched(seed, limit=20_000), seeds, RULES[broken]), broken.__doc__

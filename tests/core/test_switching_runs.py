@@ -197,7 +197,11 @@ def switch_search(placement: str, name: str, roles: str, failures: FailurePolicy
     return Search(own, (IMAGE,), name, back=True, failures=failures, becomes=become(former, roles))
 
 
-@pytest.mark.parametrize(("placement", "name", "roles"), [("EP+2D", "D0", "EP"), ("2EP+D", "EP1", "D")])
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize(
+    ("placement", "name", "roles"),
+    [("2EP+D", "EP1", "D"), pytest.param("EP+2D", "D0", "EP", marks=pytest.mark.slow)],
+)
 def test_a_switch_in_every_order_ends_well(placement: str, name: str, roles: str) -> None:
     found = switch_search(placement, name, roles, FailurePolicy(recoveries=1, wait_s=0.0))
     assert len(found.run()) > 500

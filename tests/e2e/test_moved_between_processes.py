@@ -53,7 +53,7 @@ def wanted() -> list[list[int]]:
     [
         *((scheme, "1E1P2D", {}) for scheme in SCHEMES),
         *(("shm", placement, {"depth": depth}) for placement, depth in [("2EPD", 1), ("1E1P2D", 2)]),
-        *((scheme, "1E1P2D", {"transfers": TransferPolicy(precopy="on")}) for scheme in ("shm", "nixl", "ucx")),
+        *((scheme, "1E1P2D", {"transfers": TransferPolicy(precopy="on")}) for scheme in ("shm", "ucx")),
     ],
 )
 async def test_a_decode_that_moves_at_each_step_is_exact(scheme: str, placement: str, named: dict[str, Any]) -> None:

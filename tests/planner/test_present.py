@@ -34,7 +34,9 @@ def known(plan: Plan, placement: str) -> list[float | None]:
 
 
 @needs_engine
-@pytest.mark.parametrize("present", ["1E1P2D", "1ED3P", "4EPD"])
+@pytest.mark.parametrize(
+    "present", ["1E1P2D", pytest.param("1ED3P", marks=pytest.mark.slow), pytest.param("4EPD", marks=pytest.mark.slow)]
+)
 def test_every_plan_knows_what_runs_as_an_exhaustive_search_does(present: str) -> None:
     every = planner("exhaustive").plan(trace())
     plan = planner().plan(trace(), present)

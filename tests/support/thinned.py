@@ -12,5 +12,9 @@ FEW = ("llava", "qwen3_vl", "gemma3", "llama")  # of the architectures: a plain 
 
 
 def thinned(values: Iterable[T], often: Callable[[T], bool]) -> list[Any]:
-    """Mark as slow what is not to run often."""
-    return [each if often(each) else pytest.param(each, marks=pytest.mark.slow) for each in values]
+    """Mark as slow what is not to run often. A tuple is of several parameters."""
+    return [each if often(each) else _slow(each) for each in values]
+
+
+def _slow(value: Any) -> Any:
+    return pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.slow)
