@@ -11,7 +11,7 @@ from trinity.core.instance.settings import Reservation, check_depth, check_limit
 from trinity.core.scheduler import BatchRules
 from trinity.core.values import FRONTEND, is_frontend
 from trinity.errors import ConfigError, PlacementError
-from trinity.errors.arguments import DeviceName, check_arguments
+from trinity.errors.arguments import DeviceName, InstanceName, check_arguments
 from trinity.placement import Group, Placement
 from trinity.stages.attention.backends import AUTO, check_name
 from trinity.stages.base import StageFactory
@@ -22,7 +22,8 @@ from trinity.stages.base import StageFactory
 class Instance:
     """One instance of a pipeline: ``roles`` such as "E", "EP" or "PD".
 
-    - ``name`` (""): its name in routes, timelines and errors; "E0", "PD1", ... where it has none.
+    - ``name`` (""): its name in routes, timelines and errors, of letters, digits, dots, dashes and underscores; "E0",
+      "PD1", ... where it has none.
     - ``pools`` (blocks by kind, None): for example ``{"image": 64, "kv": 1024}``.
     - ``memory_bytes`` (bytes, None): memory, weights included, that pools are sized for. With neither, as the pipeline
       has them.
@@ -56,7 +57,7 @@ class Instance:
     """
 
     roles: str
-    name: str = ""
+    name: InstanceName = ""
     pools: Mapping[str, int] | None = None
     memory_bytes: int | None = None
     rules: BatchRules | None = None

@@ -15,7 +15,15 @@ from support.emulated_pipelines import MODEL, POOLS, asked, check, serve
 from support.made_tokenizers import cases, tokenizer
 from trinity.core.frontend import Abort, Deliver, End
 from trinity.core.messages import Failure, Finished, ResolvedSampling, Sampled, Value, Work
-from trinity.errors import ClosedError, DeadlineExceeded, MigrationError, PeerLost, RequestError, TrinityError
+from trinity.errors import (
+    ClosedError,
+    ConfigError,
+    DeadlineExceeded,
+    MigrationError,
+    PeerLost,
+    RequestError,
+    TrinityError,
+)
 from trinity.memory.cache_config import CacheConfig
 from trinity.metrics import SPANS
 from trinity.pipeline import Pipeline
@@ -46,7 +54,8 @@ class Desk:
     def on_end(self, stream: Stream) -> None:
         self.over.append(stream)
 
-    async def move(self, request_id: str, to: str, within_s: float) -> None: ...
+    async def move(self, request_id: str, to: str, within_s: float) -> None:
+        raise AssertionError("it was asked for")
 
     def find_place(self, request_id: str) -> str:
         return "" if self.over else "P"
@@ -389,3 +398,16 @@ async def test_a_row_that_cannot_be_recorded_keeps_no_reader_waiting(
         requests = asked()
         check(await serve(pipe, requests), requests)
     assert "could not be recorded" in caplog.text
+
+
+WRONG_MOVES: list[dict[str, Any]] = [
+    *({"to": each} for each in ([], {}, None, 7)),
+    *({"within_s": each} for each in ("30", [], 0.0, -1.0, float("nan"), 10**400, None)),
+]
+
+
+@pytest.mark.parametrize("wrong", WRONG_MOVES, ids=str)
+async def test_a_move_with_wrong_arguments_is_not_begun(wrong: dict[str, Any]) -> None:
+    _, stream = await entered()
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        await stream.move(**{"to": "D1", **wrong})

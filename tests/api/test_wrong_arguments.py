@@ -345,6 +345,8 @@ WHAT_TO_DO: list[tuple[Callable[..., object], dict[str, Any], str]] = [
     ),
     (trinity.Pipeline, {**PIPELINE, "dtype": "int8"}, r'dtype is .* got \'int8\': give "auto"'),
     (trinity.Instance, {"roles": "EPD", "device": "cuda:x"}, r'device is .* got \'cuda:x\': give "cpu"'),
+    (trinity.Instance, {"roles": "EPD", "name": "../../tmp/up"}, r"name is .*: give up to 40 letters, digits"),
+    (trinity.Instance, {"roles": "EPD", "name": "n" * 41}, r"name is .*: give up to 40 letters, digits"),
     (trinity.HybridPlanner, {**SOUND[trinity.HybridPlanner], "search": "race"}, r"make one with SearchConfig\(\)"),
 ]
 

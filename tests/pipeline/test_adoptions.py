@@ -221,6 +221,16 @@ async def test_a_request_that_front_ends_die_of_is_not_gone_on_with() -> None:
             await read(made)
 
 
+async def test_its_error_is_told_also_to_a_reader_that_has_more_of_it_than_the_journal() -> None:
+    async with adopting() as made:
+        made.take("life", told(opening(adoptions=MOST_ADOPTIONS)))
+        made.lose("life", "it was killed")
+        while not all(stream.done for stream in made._adopted.values()):
+            await asyncio.sleep(0.01)
+        with pytest.raises(PoisonRequest, match="two programs died"):
+            await read(made, after=24)
+
+
 async def test_pixels_that_nobody_can_read_again_end_it() -> None:
     note = RequestNote(request=b"", session="", clipped=False, emulated=False, stop=())
     sent = replace(opening(unread=True), note=msgspec.msgpack.encode(note))

@@ -20,7 +20,7 @@ from trinity.errors import ConfigError, HandshakeError, PeerLost
 from trinity.remote import channel as channels
 from trinity.remote import listener as listeners
 from trinity.remote.channel import Address, Channel, connect
-from trinity.remote.handshake import CROWDED
+from trinity.remote.handshake import CROWDED, Seals
 from trinity.remote.listener import LOGGED_REFUSALS, RefusalLog, listen
 
 SECRET = b"s" * 32
@@ -171,6 +171,27 @@ async def test_who_gives_way_is_told_and_comes_back(monkeypatch: pytest.MonkeyPa
                 found += part
             assert found.endswith(CROWDED)
         await asyncio.gather(*(is_served(bound) for _ in range(12)))
+
+
+async def test_who_has_proven_the_secret_is_told_nothing_of_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By one that closes amid the hellos: it would take the word for the head of a frame."""
+    reached = asyncio.Event()
+
+    async def late(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, seals: Seals, hello: bytes) -> Channel:
+        channel = Channel(reader, writer, seals)
+        channel.send(hello)
+        reached.set()
+        await asyncio.Event().wait()
+        return channel
+
+    async with asyncio.timeout(LIVENESS_S):
+        async with listen(ANYWHERE, SECRET, b"server", echo) as bound:
+            monkeypatch.setattr(listeners, "exchange_hellos", late)
+            met = await connect(bound, SECRET, b"client")
+            await reached.wait()
+        with pytest.raises(PeerLost, match="between frames"):
+            await met.receive()
+        await met.aclose()
 
 
 async def test_a_client_that_never_gets_a_place_says_why() -> None:

@@ -40,6 +40,12 @@ DtypeName = Annotated[
         description='give "auto", "bfloat16", "float16" or "float32"',
     ),
 ]
+InstanceName = Annotated[
+    str,
+    msgspec.Meta(
+        pattern=r"[A-Za-z0-9_.-]{0,40}", description="give up to 40 letters, digits, dots, dashes and underscores"
+    ),
+]
 LONGEST_SHOWN = 200  # characters of a wrong value in a message
 _INT64 = 1 << 63
 _BOUNDS: tuple[tuple[str, str, Callable[[Any, Any], bool]], ...] = (

@@ -16,6 +16,7 @@ from trinity import errors
 from trinity.core.frontend import Abort, Deliver, End
 from trinity.core.messages import Failure, Finished, Sampled, Value
 from trinity.errors import ClosedError, RequestError, TrinityError, own_errors
+from trinity.errors.arguments import Positive, check_value
 from trinity.metrics import SPANS
 from trinity.preprocess.detokenizer import TextStream
 from trinity.preprocess.processor import ProcessedRequest
@@ -99,8 +100,9 @@ class Stream:
         """Have the request, which decodes, go on at this instance; no token is lost, and none comes twice.
 
         Returns once it is there. Raises ``MoveError`` where it goes on as before, or is not known to be there within
-        ``within_s`` (seconds); ``ClosedError`` where the pipeline is not running.
+        ``within_s`` (seconds); ``ClosedError`` where the pipeline is not running; ``ConfigError`` for other arguments.
         """
+        to, within_s = check_value("to", to, str), check_value("within_s", within_s, Positive)
         await self._host.move(self.request.request_id, to, within_s)
 
     def __repr__(self) -> str:
@@ -265,16 +267,18 @@ class Stream:
         if self._held is not None:
             self._release("")
         if stream.stopped or (token.text and not stream.holds):
-            self._tokens.append(token)
-            if self._waiters:
-                self._wake()
+            self._put(token)
         else:
             self._held = token  # the rest of its text, if it has any, is released with it
 
     def _release(self, text: str) -> None:
         if self._held is not None:
             held, self._held = self._held, None
-            self._tokens.append(Token(held.id, held.text + text, held.index, held.logprob, held.top_logprobs))
+            self._put(Token(held.id, held.text + text, held.index, held.logprob, held.top_logprobs))
+
+    def _put(self, token: Token) -> None:
+        self._tokens.append(token)
+        if self._waiters:
             self._wake()
 
     def end(self, event: End) -> None:

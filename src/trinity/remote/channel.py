@@ -156,11 +156,7 @@ class Channel:
             if self._received is not None:
                 self._check(head[4:], self._received.header_tag(head[:4]))
             size, more = header & ~MORE, bool(header & MORE)
-            if size > MAX_FRAME or before + size > self.limit or (more and not size):
-                self.abort()
-                raise TransportError(
-                    f"a message of {before + size} bytes is above the limit of {self.limit}", "control"
-                )
+            self._check_size(size, before, more)
             data = await self._reader.readexactly(size)
             if self._received is not None:
                 self._check(await self._reader.readexactly(TAG), self._received.data_tag(data))
@@ -172,6 +168,17 @@ class Channel:
         except OSError as error:
             self.abort()
             raise PeerLost(f"the control channel broke: {error}", "control") from error
+
+    def _check_size(self, size: int, before: int, more: bool) -> None:
+        """Raise ``TransportError`` for a frame that nobody sends, or one of a message that is too long."""
+        if size > MAX_FRAME or (more and not size):
+            text = f"a frame of {size} bytes is empty, or above the limit of {MAX_FRAME}: not from a channel of trinity"
+        elif before + size > self.limit:
+            text = f"a message of {before + size} bytes is above the limit of {self.limit}"
+        else:
+            return
+        self.abort()
+        raise TransportError(text, "control")
 
     def _check(self, tag: bytes, due: bytes) -> None:
         if not hmac.compare_digest(tag, due):

@@ -118,14 +118,22 @@ class Listener:
         oldest.cancel()
         self._refusals.add(f"{self._places} connections wait for a handshake, and others come")
 
+    def _say_crowded(self, connection: socket.socket, writer: asyncio.StreamWriter | None) -> None:
+        with suppress(OSError):
+            if writer is not None:
+                writer.write(CROWDED)
+            else:
+                connection.send(CROWDED if self._context is None else BUSY_ALERT)
+
     async def _serve(self, connection: socket.socket) -> None:
         """Authenticate a connection and hand it to the handler. Cancelled before its proof, it is told to come back."""
-        channel, writer = None, None
+        channel, writer, proven = None, None, False
         opening = self._loop.create_task(_open_streams(connection, self._context))
         try:
             async with asyncio.timeout(channels.TIMEOUT_S):
                 reader, writer = await asyncio.shield(opening)
                 seals = await shake_hands(reader, writer, self._secret, server=True)
+                proven = True
                 self._waiting.pop(asyncio.current_task(), None)  # type: ignore[arg-type]
                 channel = await exchange_hellos(reader, writer, seals, self._hello)
         except TimeoutError:
@@ -133,11 +141,8 @@ class Listener:
         except (OSError, TransportError) as error:
             return self._refusals.add(str(error))
         except asyncio.CancelledError:
-            with suppress(OSError):
-                if writer is not None:
-                    writer.write(CROWDED)
-                else:
-                    connection.send(CROWDED if self._context is None else BUSY_ALERT)
+            if not proven:  # the peer would take it for a frame
+                self._say_crowded(connection, writer)
             raise
         finally:
             if channel is None:
