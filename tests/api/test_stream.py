@@ -400,10 +400,9 @@ async def test_a_row_that_cannot_be_recorded_keeps_no_reader_waiting(
     assert "could not be recorded" in caplog.text
 
 
-WRONG_MOVES: list[dict[str, Any]] = [
-    *({"to": each} for each in ([], {}, None, 7)),
-    *({"within_s": each} for each in ("30", [], 0.0, -1.0, float("nan"), 10**400, None)),
-]
+WRONG_TO: list[Any] = [[], {}, None, 7]
+WRONG_WITHIN: list[Any] = ["30", [], 0.0, -1.0, float("nan"), 10**400, None]
+WRONG_MOVES = [*({"to": each} for each in WRONG_TO), *({"within_s": each} for each in WRONG_WITHIN)]
 
 
 @pytest.mark.parametrize("wrong", WRONG_MOVES, ids=str)
