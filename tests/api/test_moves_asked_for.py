@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+from typing import Any
 
 import pytest
 
 from trinity.core.frontend_events import MoveEnd, MoveRequest
 from trinity.core.messages import Failure, Value
-from trinity.errors import MoveError, RequestError
+from trinity.errors import ConfigError, MoveError, RequestError
 from trinity.pipeline.moves import Moves
+from trinity.pipeline.stream import Stream
+from trinity.request import Request
 
 ROOM = Failure("MoveError", "no room", {"reason": "refused"})
 
@@ -81,3 +84,17 @@ def test_the_error_is_a_requests_own_and_passes_between_processes() -> None:
     error = pickle.loads(pickle.dumps(MoveError("no room", "r", "refused")))
     assert issubclass(MoveError, RequestError)
     assert (error.request_id, error.reason, str(error)) == ("r", "refused", "no room")
+
+
+WRONG_TO: list[Any] = [[], {}, None, 7]
+WRONG_WITHIN: list[Any] = ["30", [], 0.0, -1.0, float("nan"), 10**400, None]
+WRONG_MOVES = [*({"to": each} for each in WRONG_TO), *({"within_s": each} for each in WRONG_WITHIN)]
+
+
+@pytest.mark.parametrize("wrong", WRONG_MOVES, ids=str)
+async def test_a_move_with_wrong_arguments_is_not_begun(wrong: dict[str, Any]) -> None:
+    """It is checked before the pipeline hears of it."""
+    host: Any = None
+    stream = Stream(host, Request("x"))
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        await stream.move(**{"to": "D1", **wrong})
