@@ -1,11 +1,13 @@
 """CPU time of the front end's process: a request of one token, a further token, and the choice of an instance.
 
-    python benchmarks/serving/frontend_cost.py [--turns 5] [--profile]
+    python benchmarks/serving/frontend_cost.py [--only tokens|frames|choices] [--turns 5] [--profile]
 
 Tokens: paced instances in processes of their own serve the same requests at two lengths of output, and only this
 process is measured. Readers take token by token (``async for``), all that wait (``next_tokens``) or the whole
-(``complete``). Choices: a ``FrontendCore`` alone takes requests with 8, 64 and 256 instances, between reports of these.
-All are medians of turns.
+(``complete``). Frames: the same, but the front end alone is run, in one process, with frames of an instance one after
+another: what a further token costs where nothing else empties the caches, and where 64 MiB are read between two frames,
+as other processes do. Choices: a ``FrontendCore`` alone takes requests with 8, 64 and 256 instances, between reports of
+these. All are medians of turns.
 """
 
 from __future__ import annotations
@@ -24,12 +26,33 @@ from statistics import median
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from trinity.connector import Connector
 from trinity.core.frontend import FrontendCore
-from trinity.core.messages import Finished, MediaSpan, PeerLoad, PeerUp, Submit, Work
+from trinity.core.messages import (
+    Emit,
+    Finished,
+    MediaSpan,
+    PeerLoad,
+    PeerUp,
+    ResolvedSampling,
+    Sampled,
+    Submit,
+    Value,
+    Work,
+)
 from trinity.core.routing import routing_policy
 from trinity.costs.emulated_cost import LinearCost
 from trinity.emulation.model import LLAVA_15_7B, EmulatedModel, EmulatedRequest
+from trinity.emulation.processor import EmulatedTokenizer
+from trinity.metrics import Metrics
 from trinity.pipeline import Pipeline
+from trinity.pipeline.frontend_host import FrontendHost
+from trinity.pipeline.stream import Stream
+from trinity.preprocess.detokenizer import TextStream
+from trinity.preprocess.processor import ProcessedRequest
+from trinity.remote.wire import decode, encode
+from trinity.request import Request
+from trinity.traces.trace import Trace
 
 LENGTHS = (1, 65)  # tokens of an output
 SIZES = (8, 64, 256)  # instances
@@ -90,6 +113,88 @@ async def measure_tokens(
                     profile.disable()
                 found[reader].append((short / count, (long - short) / count / (LENGTHS[1] - LENGTHS[0])))
     return {reader: (median(a for a, _ in each), median(b for _, b in each)) for reader, each in found.items()}
+
+
+# ---------------------------------------------------------------- frames
+
+
+class FrameBench:
+    """The front end of so many requests that decode, whose frames are made here."""
+
+    def __init__(self, requests: int, instances: int) -> None:
+        core = FrontendCore(routing_policy("least_loaded"), max_waiting=requests + 1)
+        self.host = FrontendHost(core, Connector("shm"), Metrics(), Trace())
+        self.host.loop, self.host.opened = asyncio.get_running_loop(), "running"
+        self.sent: dict[str, list[str]] = {}
+        self.host.send_to_peer = self._note  # type: ignore[assignment, method-assign]
+        for number in range(instances):
+            core.handle(PeerUp(f"EPD{number}", "EPD", pools={"image": 64, "kv": 1 << 20}), 0.0)
+        self.streams = [self._open(f"r{number}") for number in range(requests)]
+
+    def _note(self, name: str, message: Value) -> None:
+        if isinstance(message, Submit):
+            self.sent.setdefault(name, []).append(message.work.request)
+
+    def _open(self, name: str) -> Stream:
+        stream = self.host.streams[name] = Stream(self.host, Request("x", request_id=name))
+        stream._entered = True
+        work = Work(request=name, prompt=(1, 2, 3), max_tokens=4096, sampling=ResolvedSampling())
+        stream.begin(ProcessedRequest(work, clipped=False), lambda stop: TextStream(EmulatedTokenizer(), stop))
+        self.host.post(Submit(work))
+        return stream
+
+    def frames(self, step: int) -> list[bytes]:
+        """What the instances send for a step: one frame each."""
+        made = []
+        for rows in map(tuple, self.sent.values()):
+            chosen = tuple(Sampled(40 + (7 * step + row) % 50) for row in range(len(rows)))
+            made.append(encode(Emit(rows, (0,) * len(rows), (step,) * len(rows), chosen)))
+        return made
+
+    async def take(self, frame: bytes) -> float:
+        """CPU seconds of a frame, until its readers wait again."""
+        began = time.thread_time()
+        message = decode(frame)
+        self.host.post(message)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        return time.thread_time() - began
+
+
+async def measure_frames(reader: str, cold: bool, at_once: int, instances: int, steps: int = 90) -> float:
+    """Seconds of a further token; ``cold``: with 64 MiB read between two frames."""
+    bench, others = FrameBench(at_once, instances), bytes(64 << 20)
+
+    async def read(stream: Stream) -> None:
+        if reader == "complete":
+            await stream.collect()
+        elif reader == "next_tokens":
+            while await stream.next_tokens():
+                pass
+        else:
+            async for _ in stream:
+                pass
+
+    readers = [asyncio.ensure_future(read(stream)) for stream in bench.streams]
+    await asyncio.sleep(0)
+    spent = []
+    for step in range(steps):
+        for frame in bench.frames(step):
+            if cold:
+                sum(others[::64])
+            spent.append(await bench.take(frame))
+    for each in readers:
+        each.cancel()
+    await asyncio.gather(*readers, return_exceptions=True)
+    return median(spent[len(spent) // 10 :]) * instances / at_once
+
+
+def print_frames(at_once: int, instances: int, turns: int) -> None:
+    for reader in READERS:
+        for cold in (False, True):
+            found = [asyncio.run(measure_frames(reader, cold, at_once, instances)) for _ in range(turns)]
+            where = "with other memory read between frames" if cold else "one frame after another"
+            print(f"{reader}, {where}: {median(found) * 1e6:.1f} us a further token", flush=True)
 
 
 # ---------------------------------------------------------------- choices
@@ -181,12 +286,14 @@ def main() -> None:
     parser.add_argument("--instances", type=int, default=4)
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--choices", type=int, default=400)
-    parser.add_argument("--only", choices=["tokens", "choices"])
+    parser.add_argument("--only", choices=["tokens", "frames", "choices"])
     parser.add_argument("--profile", action="store_true")
     given = parser.parse_args()
-    if given.only != "tokens":
+    if given.only in (None, "choices"):
         print_choices(given.choices, given.turns)
-    if given.only != "choices":
+    if given.only in (None, "frames"):
+        print_frames(given.at_once, given.instances, given.turns)
+    if given.only in (None, "tokens"):
         profile = cProfile.Profile() if given.profile else None
         found = asyncio.run(measure_tokens(given.instances, given.requests, given.at_once, given.turns, profile))
         for reader, (request_s, token_s) in found.items():

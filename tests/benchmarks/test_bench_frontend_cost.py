@@ -35,3 +35,21 @@ async def test_tokens_are_measured() -> None:
     found = await frontend_cost.measure_tokens(2, 16, 8, 1)
     assert list(found) == list(frontend_cost.READERS)
     assert all(request_s > 0 for request_s, _ in found.values())
+
+
+@pytest.mark.parametrize("reader", frontend_cost.READERS)
+async def test_frames_are_taken_by_the_real_front_end_and_read(reader: str) -> None:
+    bench = frontend_cost.FrameBench(6, 2)
+    assert sorted(map(len, bench.sent.values())) == [3, 3]
+    for step in range(4):
+        for frame in bench.frames(step):
+            assert await bench.take(frame) > 0
+    assert [stream.token_count for stream in bench.streams] == [4] * 6
+    assert await frontend_cost.measure_frames(reader, False, 8, 2, steps=5) > 0
+
+
+def test_what_frames_cost_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    frontend_cost.print_frames(4, 2, 1)
+    said = capsys.readouterr().out.splitlines()
+    assert len(said) == 2 * len(frontend_cost.READERS)
+    assert all(line.endswith("us a further token") for line in said)

@@ -135,23 +135,18 @@ class Stream:
         return self
 
     async def __anext__(self) -> Token:
-        tokens = self._tokens
-        while not tokens:  # as _wait_token, at a token's cost
-            if self._output is not None or not self._entered:
-                await self._wait_token()
-                raise StopAsyncIteration
+        while not self._tokens and self._output is None and self._entered:
             await self._expect_change()
-        return tokens.popleft()
+        if not self._tokens:
+            self._check_end()
+            raise StopAsyncIteration
+        return self._tokens.popleft()
 
-    async def _wait_token(self) -> None:
-        """Wait until a token may be read, or none will come. Raises the request's error in that case."""
+    def _check_end(self) -> None:
+        """Raise the error of a request that gives no more tokens, or was not entered."""
         aiter(self)
-        while not self._tokens:
-            if self._output is not None:
-                if self._error is not None:
-                    raise self._error
-                return
-            await self._expect_change()
+        if self._error is not None:
+            raise self._error
 
     def _expect_change(self) -> asyncio.Future[None]:
         """Return what is done once something may be read, or the request has ended. What comes at once wakes once."""
@@ -173,7 +168,10 @@ class Stream:
 
     async def next_tokens(self) -> list[Token]:
         """Wait for the next token, and return all that wait; none at the end. Raises what iterating would."""
-        await self._wait_token()
+        while not self._tokens and self._output is None and self._entered:
+            await self._expect_change()
+        if not self._tokens:
+            self._check_end()
         found = list(self._tokens)
         self._tokens.clear()
         return found
