@@ -26,7 +26,6 @@ from statistics import median
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from trinity.connector import Connector
 from trinity.core.frontend import FrontendCore
 from trinity.core.messages import (
     Emit,
@@ -44,15 +43,12 @@ from trinity.core.routing import routing_policy
 from trinity.costs.emulated_cost import LinearCost
 from trinity.emulation.model import LLAVA_15_7B, EmulatedModel, EmulatedRequest
 from trinity.emulation.processor import EmulatedTokenizer
-from trinity.metrics import Metrics
 from trinity.pipeline import Pipeline
-from trinity.pipeline.frontend_host import FrontendHost
 from trinity.pipeline.stream import Stream
 from trinity.preprocess.detokenizer import TextStream
 from trinity.preprocess.processor import ProcessedRequest
 from trinity.remote.wire import decode, encode
 from trinity.request import Request
-from trinity.traces.trace import Trace
 
 LENGTHS = (1, 65)  # tokens of an output
 SIZES = (8, 64, 256)  # instances
@@ -122,13 +118,12 @@ class FrameBench:
     """The front end of so many requests that decode, whose frames are made here."""
 
     def __init__(self, requests: int, instances: int) -> None:
-        core = FrontendCore(routing_policy("least_loaded"), max_waiting=requests + 1)
-        self.host = FrontendHost(core, Connector("shm"), Metrics(), Trace())
+        self.host = Pipeline(EmulatedModel(shape=LLAVA_15_7B, cost=COST), "EPD", max_waiting=requests + 1)._frontend
         self.host.loop, self.host.opened = asyncio.get_running_loop(), "running"
         self.sent: dict[str, list[str]] = {}
         self.host.send_to_peer = self._note  # type: ignore[assignment, method-assign]
         for number in range(instances):
-            core.handle(PeerUp(f"EPD{number}", "EPD", pools={"image": 64, "kv": 1 << 20}), 0.0)
+            self.host.core.handle(PeerUp(f"EPD{number}", "EPD", pools={"image": 64, "kv": 1 << 20}), 0.0)
         self.streams = [self._open(f"r{number}") for number in range(requests)]
 
     def _note(self, name: str, message: Value) -> None:
