@@ -119,7 +119,7 @@ def test_complete_characters_come_at_once_and_incomplete_ones_wait(name: str, in
 
 def test_tokens_are_looked_up_where_each_is_bytes_of_its_own() -> None:
     for name in NAMES:
-        assert (find_bytes(tokenizer(name)) is not None) is (name == "byte_level")
+        assert (find_bytes(tokenizer(name)) is not None) is name.startswith("byte_level")
     known, read = tokenizer("byte_level"), find_bytes(tokenizer("byte_level"))
     assert read is not None
     ids = known.convert_tokens_to_ids(["Ġthe", "</s>", "<think> é", decoded_byte(0x80)])
@@ -217,7 +217,7 @@ def test_work_per_token_does_not_grow_with_the_text(piece: str) -> None:
     stream = TextStream(counting, ("zzz",), prompt_ids=[token] * 500)
     for _ in range(1000):
         stream.push(token)
-    assert max(counting.sizes) <= 16
+    assert max(counting.sizes, default=0) <= 16
     assert sum(counting.sizes) <= 1000 * 16
 
 

@@ -1,8 +1,9 @@
-"""Tokenizers of three families, made here, and ids for them: bytes alone, bytes as a last resort, words with a mark."""
+"""Tokenizers made here, and ids for them: bytes alone, bytes as a last resort, words with a mark, cleaned-up ones."""
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 from hypothesis import strategies as st
@@ -13,32 +14,33 @@ CORPUS = ["the cat sat on the mat. héllo wörld 你好吗 🎉🎈 ça va, n'es
 SPECIAL = ["</s>", "<image>"]
 
 
-def finished(backend: Tokenizer) -> Any:
+def finished(backend: Tokenizer, **options: bool) -> Any:
     backend.add_special_tokens(SPECIAL)
     backend.add_tokens([AddedToken("<think> é", special=False), AddedToken("▁odd", special=False)])
     make: Any = PreTrainedTokenizerFast
-    return make(tokenizer_object=backend, eos_token="</s>", clean_up_tokenization_spaces=False)
+    return make(tokenizer_object=backend, eos_token="</s>", **{"clean_up_tokenization_spaces": False, **options})
 
 
-def byte_level() -> Any:
+def byte_level(**options: bool) -> Any:
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=330, initial_alphabet=alphabet, show_progress=False)
     backend.train_from_iterator(CORPUS, trainer)
-    return finished(backend)
+    return finished(backend, **options)
 
 
-def fallback() -> Any:
-    """As Llama 2's: ▁ for a space, bytes for what the vocabulary lacks, one leading space stripped."""
+def fallback(strip: bool = True, **options: bool) -> Any:
+    """As Llama 2's: ▁ for a space, bytes for what the vocabulary lacks, one leading space stripped (not by Gemma's)."""
     pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "▁▁", "▁the", "▁c", "at", "▁cat", "é", "你"]
-    pieces += list("thecatsmo.n")
+    pieces += list("thecatsmo.n,'")
     backend = Tokenizer(models.BPE({p: i for i, p in enumerate(dict.fromkeys(pieces))}, [], byte_fallback=True))
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    backend.decoder = decoders.Sequence(steps)
-    return finished(backend)
+    marked = normalizers.Replace(" ", "▁")
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), marked]) if strip else marked
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if strip else steps)
+    return finished(backend, **options)
 
 
 class Windowed(PreTrainedTokenizerFast):
@@ -54,21 +56,43 @@ def windowed() -> Any:
     return make(tokenizer_object=backend, eos_token="</s>", clean_up_tokenization_spaces=False)
 
 
-def metaspace() -> Any:
+def metaspace(**options: bool) -> Any:
     backend = Tokenizer(models.Unigram())
     backend.pre_tokenizer = pre_tokenizers.Metaspace()
     backend.decoder = decoders.Metaspace()
     backend.train_from_iterator(CORPUS, trainers.UnigramTrainer(vocab_size=80, unk_token="<unk>", show_progress=False))
-    return finished(backend)
+    return finished(backend, **options)
+
+
+def wordpiece(**options: bool) -> Any:
+    """As BERT's: words, the rest of a word behind ##, and spaces before punctuation until they are cleaned up."""
+    pieces = ["[UNK]", *"thecatsmon.,!?' ", *("##" + letter for letter in "thecatsmon"), "the", "cat", "##at", "n't"]
+    backend = Tokenizer(models.WordPiece({p: i for i, p in enumerate([*pieces, "'s", "你"])}, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    backend.decoder = decoders.WordPiece(cleanup=False)
+    return finished(backend, **options)
+
+
+TIDY = {"clean_up_tokenization_spaces": True}
+TWICE = {**TIDY, "clean_up_tokenization_spaces_for_bpe_even_though_it_will_corrupt_output": True}
+MAKERS: dict[str, Callable[[], Any]] = {
+    "byte_level": byte_level,
+    "byte_level_tidy": partial(byte_level, **TIDY),  # as Llama 3's: it says so, and nothing comes of it
+    "windowed": windowed,
+    "fallback": fallback,
+    "fallback_gemma": partial(fallback, strip=False),
+    "fallback_tidy": partial(fallback, **TWICE),
+    "metaspace": metaspace,
+    "metaspace_tidy": partial(metaspace, **TIDY),
+    "wordpiece": wordpiece,
+    "wordpiece_tidy": partial(wordpiece, **TIDY),
+}
+NAMES = list(MAKERS)
 
 
 @cache
 def tokenizer(name: str) -> Any:
-    makers = {"byte_level": byte_level, "windowed": windowed, "fallback": fallback, "metaspace": metaspace}
-    return makers[name]()
-
-
-NAMES = ["byte_level", "windowed", "fallback", "metaspace"]
+    return MAKERS[name]()
 
 
 def ids_of(name: str) -> st.SearchStrategy[list[int]]:
@@ -81,7 +105,7 @@ def ids_of(name: str) -> st.SearchStrategy[list[int]]:
         st.lists(one, max_size=12),
         st.lists(single_bytes, max_size=12),
         st.builds(lambda token, n: [token] * n, few | one, st.integers(1, 30)),
-        st.sampled_from(["你好", "🎉🎈", "the cat", " the cat sat ", "é"]).map(
+        st.sampled_from(["你好", "🎉🎈", "the cat", " the cat sat ", "é", " n't, 's . ' "]).map(
             lambda text: tokenizer(name).encode(text, add_special_tokens=False)
         ),
     )

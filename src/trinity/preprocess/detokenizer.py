@@ -14,7 +14,8 @@ class TextStream:
     - ``stop`` (none): strings at which the text ends. The one that is complete first counts; of several complete at
       the same token, the longest.
     - ``prompt_ids`` (none): ids of the prompt; the last few are enough. The text is then what the output adds to the
-      prompt's text, so that a space between the two is kept.
+      prompt's text, so that a space between the two is kept; where one changes the other, as bytes that are one
+      invalid run, it is the output's own.
 
     All released text together equals ``tokenizer.decode(ids, skip_special_tokens=True)`` of all ids pushed, up to the
     stop string. Held back are what a later token may change (``TokenText``) and a possible beginning of a stop string.
