@@ -9,9 +9,12 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -20,16 +23,33 @@ from memory.test_weight_digests import flip
 from support.checkpoint_files import checkpoint
 from support.running_instances import LIVENESS_S, POOLS, SECRET, request
 from support.shared_launcher import sharing
+from trinity.connector import Connector
 from trinity.core.failure_policy import NO_RECOVERY
 from trinity.core.messages import Value
-from trinity.errors import LayoutMismatch, TrinityError
+from trinity.errors import ConfigError, LayoutMismatch, TrinityError
 from trinity.instance import Instance
+from trinity.memory.cache_config import CacheConfig
 from trinity.memory.weight_digests import identify_files, known_whole_digest, sample_digest, whole_digest
 from trinity.pipeline import Pipeline
 from trinity.remote.agreement import WeightsAgreement, check_layouts, hash_weights
 from trinity.remote.fork_client import Launcher
-from trinity.remote.supervisor import ProcessConfig
-from trinity.remote.wire import Hello, WeightsDigest, decode, encode
+from trinity.remote.instance_client import InstanceClient
+from trinity.remote.instance_setup import identify_model
+from trinity.remote.supervisor import ProcessConfig, make_setups
+from trinity.remote.supervisor_messages import Event, Lost
+from trinity.remote.wire import (
+    CheckFiles,
+    FilesChecked,
+    Hello,
+    InstanceFailure,
+    ModelIdentity,
+    WeightsDigest,
+    decode,
+    encode,
+)
+from trinity.runtime.loader import ServingConfig
+from trinity.stages.models.loader import fingerprint_checkpoint, load_model
+from trinity.timeline import Timeline
 
 PADDING = 4 << 20  # bytes of a tensor that no model has: most of it is in no sample
 
@@ -97,7 +117,7 @@ async def test_a_flipped_bit_is_found_while_it_serves(
 ) -> None:
     """In a place that no sample reads: the younger is refused, and not let in again."""
     ours = shutil.copytree(theirs, tmp_path / "ours")
-    assert any(_unseen(ours / "model.safetensors", at) for at in range(PADDING // 2, PADDING, 999))
+    flip_unseen(ours / "model.safetensors")
     assert sample_digest(ours) == sample_digest(theirs)
     assert whole_digest(ours) != whole_digest(theirs)
     async with serving(ours, Instance("EP", pools=POOLS), instance) as pipe:
@@ -108,6 +128,11 @@ async def test_a_flipped_bit_is_found_while_it_serves(
             with pytest.raises(TrinityError):
                 await pipe.complete(request(900))
     assert "the younger is refused; compare both directories: python -m trinity.check --weights MODEL" in caplog.text
+
+
+def flip_unseen(weights: Path) -> None:
+    """Flip a bit of a file of ``copy_of_llava`` in a place that no sample reads."""
+    assert any(_unseen(weights, at) for at in range(PADDING // 2, PADDING, 999))
 
 
 def _unseen(weights: Path, at: int) -> bool:
@@ -137,17 +162,133 @@ def test_lives_with_other_digests_are_told_apart(caplog: pytest.LogCaptureFixtur
     assert found[:2] == ("D0", 7)  # whoever told first: the core knows who is younger
 
 
-def test_a_digest_that_nobody_holds_any_more_binds_nobody() -> None:
+def life(name: str, epoch: int, serves: ModelIdentity | None = None) -> Any:
+    """What the agreement reads of a ``Setup``."""
+    return SimpleNamespace(name=name, epoch=epoch, model="the/model", serves=serves)
+
+
+def test_what_a_pipeline_began_with_binds_who_follows_when_nobody_is_left() -> None:
     weights = WeightsAgreement()
-    for life in (("P0", 0), ("D0", 3)):
-        assert weights.compare(*life, "a" * 64) is None
+    assert weights.served is None
+    for name in ("P0", "D0"):
+        weights.admit(life(name, 0), Hello(name, "one"))
+    assert weights.served == ModelIdentity("one")
+    for name in ("P0", "D0"):
+        assert weights.compare(name, 0, "a" * 64) is None
+        weights.forget(name, 0)
+    served = weights.served
+    assert served == ModelIdentity("one", "a" * 64)
+    for found in (
+        Hello("P0", "another", weights="a" * 64),
+        Hello("P0", "another"),
+        Hello("P0", "one", weights="b" * 64),
+    ):
+        with pytest.raises(LayoutMismatch, match=r"instance P0 has .* in the/model, .*: put them back, or make a new"):
+            weights.admit(life("P0", 1, served), found)
+        weights.forget("P0", 1)
+        assert weights.served == served, "who was refused binds nobody"
+    weights.admit(life("P0", 2, served), Hello("P0", "one", weights="a" * 64))
+
+
+def test_a_later_life_has_read_all_once_somebody_has() -> None:
+    """Its digest could be told when a request has gone on there."""
+    weights = WeightsAgreement()
+    weights.admit(life("P0", 0), Hello("P0", "one"))
+    weights.admit(life("D0", 1, weights.served), Hello("D0", "one"))  # nobody has: it is compared as it serves
+    assert weights.compare("P0", 0, "a" * 64) is None
+    weights.admit(life("E0", 0), Hello("E0", "one"))  # among the first
+    with pytest.raises(ConfigError, match="D0 has not read all of its weights"):
+        weights.admit(life("D0", 2, ModelIdentity("one")), Hello("D0", "one"))
+
+
+def test_one_of_the_first_with_another_model_is_not_said_to_have_changed() -> None:
+    weights = WeightsAgreement()
+    weights.admit(life("P0", 0), Hello("P0", "one"))
+    with pytest.raises(LayoutMismatch, match="P0 runs model one, D0 runs another: every"):
+        weights.admit(life("D0", 0), Hello("D0", "another"))
+
+
+def test_the_digest_that_stays_is_that_of_the_last_who_held_one() -> None:
+    weights = WeightsAgreement()
+    weights.admit(life("P0", 0), Hello("P0", "one", weights="a" * 64))
+    assert weights.compare("D0", 0, "b" * 64) is not None
+    weights.forget("D0", 0)  # as the younger
+    weights.forget("P0", 7)  # of another life
     weights.forget("P0", 0)
-    weights.forget("D0", 2)  # of a former life
-    assert weights.compare("P0", 1, "b" * 64) is not None
-    weights.forget("P0", 1)
-    weights.forget("D0", 3)
-    assert weights.compare("P0", 2, "b" * 64) is None
-    assert weights.compare("D0", 4, "a" * 64) is not None
+    found = weights.compare("E0", 0, "b" * 64)  # it began with the others, and has read its files to the end by now
+    assert found is not None
+    assert found[:2] == ("", 0)
+    assert f"those that it began with ({'a' * 64})" in found.why
+    weights.forget("E0", 0)
+    assert weights.compare("E0", 1, "a" * 64) is None
+    assert weights.compare("E0", 1, "") is None
+
+
+def test_who_is_alone_with_weights_that_differ_from_what_was_is_lost() -> None:
+    """Nobody is there who could refuse it."""
+    weights, heard = WeightsAgreement(), list[Event]()
+    weights.admit(life("P0", 0), Hello("P0", "one", weights="a" * 64))
+    weights.forget("P0", 0)
+    client = InstanceClient(life("E0", 3), cast(Any, None), Timeline(), heard.append, weights=weights)
+    client._take(WeightsDigest("a" * 64))
+    assert heard == []
+    weights.forget("E0", 3)
+    client._take(WeightsDigest("b" * 64))
+    [lost] = heard
+    assert isinstance(lost, Lost)
+    assert (lost.name, lost.epoch) == ("E0", 3)
+    assert isinstance(client.problem, LayoutMismatch)
+
+
+async def test_files_that_are_asked_of_a_life_that_is_lost_are_not_waited_for() -> None:
+    weights = WeightsAgreement()
+    weights.admit(life("P0", 0), Hello("P0", "one"))
+    client: Any = InstanceClient(life("P0", 0), cast(Any, None), Timeline(), lambda event: None, weights=weights)
+    client.started, client._channel = object(), SimpleNamespace(closed=False, send=lambda frame: None)
+    for answer, raised in (
+        (FilesChecked(), False),
+        (FilesChecked(InstanceFailure("LayoutMismatch", "others")), True),
+        (None, False),
+    ):
+        asked = asyncio.ensure_future(client.check_files())
+        while client._checked is None or client._checked.done():
+            await asyncio.sleep(0)
+        client._take(answer) if answer is not None else await client._read(_ended())
+        await asyncio.wait([asked], timeout=LIVENESS_S)
+        assert isinstance(asked.exception(), LayoutMismatch) is raised
+    await client.check_files()  # it has been lost before
+
+
+async def _ended() -> AsyncIterator[bytes]:
+    return
+    yield
+
+
+def test_a_life_is_refused_before_it_loads(tmp_path: Path) -> None:
+    """By its files: in milliseconds where samples tell, and every byte is read where somebody has read them."""
+    ours = copy_of_llava(tmp_path / "ours")
+    config = ServingConfig(model=ours, dtype="float32", cache=CacheConfig(pools=POOLS))
+    [setup] = make_setups([Instance("P", "P0")], config, Connector("shm"), "round_robin")
+    fingerprint = fingerprint_checkpoint(ours, "float32")
+    assert load_model(ours, "P", dtype="float32").fingerprint == fingerprint
+    assert fingerprint_checkpoint(ours, "bfloat16") != fingerprint
+    known = ModelIdentity(fingerprint, whole_digest(ours))
+    for serves in (None, ModelIdentity(fingerprint), known):
+        assert identify_model(msgspec.structs.replace(setup, serves=serves)) == identify_files(ours)
+    flip_unseen(ours / "model.safetensors")
+    identify_model(msgspec.structs.replace(setup, serves=ModelIdentity(fingerprint)))
+    with pytest.raises(
+        LayoutMismatch, match=r"instance P0 has weights of digest .*ours, .* under the running pipeline"
+    ):
+        identify_model(msgspec.structs.replace(setup, serves=known))
+    flip(ours / "model.safetensors", 20)  # in its header
+    with pytest.raises(LayoutMismatch, match=r"instance P0 has model .*ours, .* under the running pipeline"):
+        identify_model(msgspec.structs.replace(setup, serves=ModelIdentity(fingerprint)))
+    (ours / "config.json").write_text((ours / "config.json").read_text() + " ")
+    with pytest.raises(LayoutMismatch, match="both must load the same checkpoint"):
+        identify_model(setup)
+    with pytest.raises(LayoutMismatch, match="under the running pipeline"):
+        identify_model(msgspec.structs.replace(setup, serves=known))
 
 
 def test_peers_with_other_digests_refuse_each_other() -> None:
@@ -159,7 +300,8 @@ def test_peers_with_other_digests_refuse_each_other() -> None:
 
 
 def test_a_digest_travels() -> None:
-    for message in (WeightsDigest("a" * 64), Hello("P0", weights="b" * 64)):
+    refused = FilesChecked(InstanceFailure("LayoutMismatch", "others"))
+    for message in (WeightsDigest("a" * 64), Hello("P0", weights="b" * 64), CheckFiles(ModelIdentity("one")), refused):
         sent: Value = message
         assert decode(encode(sent)) == message
 

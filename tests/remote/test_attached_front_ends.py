@@ -17,13 +17,19 @@ from msgspec.structs import replace
 from support import paths
 from support.buddy_programs import SECRET, listening
 from support.emulated_pipelines import LIVENESS_S, MODEL, POOLS, asked, check, right, serve
+from trinity.connector import Connector
+from trinity.core.messages import PeerUp
 from trinity.emulation.model import EmulatedRequest
-from trinity.errors import ChangeRefused, ConfigError, OfferRefused
+from trinity.errors import ChangeRefused, ConfigError, LayoutMismatch, OfferRefused
 from trinity.instance import Instance
 from trinity.memory.cache_config import CacheConfig
 from trinity.pipeline import Pipeline
 from trinity.remote.attached_instances import AttachedInstances
-from trinity.remote.supervisor import ProcessConfig
+from trinity.remote.channel import Address
+from trinity.remote.fellow_front_ends import Fellows
+from trinity.remote.supervisor import ProcessConfig, make_setups
+from trinity.remote.wire import Hello, InstanceInfo, WeightsDigest, decode, encode
+from trinity.runtime.loader import ServingConfig
 from trinity.timeline import Timeline
 
 LONG = EmulatedRequest(text_tokens=21, image_tokens=(576,), contents=("cat",), max_tokens=300)
@@ -122,15 +128,79 @@ async def test_who_attaches_needs_a_pipeline_that_serves_and_the_same_instances(
                 pass
 
 
-async def test_an_instance_that_comes_back_with_other_weights_is_not_taken() -> None:
+class Answering:
+    """A channel to an instance that has loaded this, and says nothing more."""
+
+    closed = False
+
+    def __init__(self, hello: Hello) -> None:
+        self._up = PeerUp("D0", "D", hello.epoch)
+        self._hello, self._gone = hello, asyncio.Event()
+
+    def send(self, frame: bytes) -> None: ...
+
+    async def receive(self) -> bytes:
+        return encode(InstanceInfo(self._up, self._hello, {}, "tcp:127.0.0.1:1"))
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        await self._gone.wait()
+        return
+        yield
+
+    def abort(self) -> None:
+        self._gone.set()
+
+    async def aclose(self) -> None:
+        self.abort()
+
+
+async def test_an_instance_that_comes_back_with_other_weights_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request would go on there with the tokens of another model."""
-    joined: Any = AttachedInstances("frontend:x", cast(Any, None), Timeline(), {}, b"", ProcessConfig())
-    client: Any = SimpleNamespace(name="D0", fingerprint="one")
-    joined._check_model(client)
-    joined._check_model(client)
-    client.fingerprint = "another"
-    with pytest.raises(ConfigError, match=r"D0 serves other weights.*attach anew"):
-        joined._check_model(client)
+    said = [Hello("D0", "one")]
+
+    async def connect(*given: Any) -> Answering:
+        return Answering(said[-1])
+
+    monkeypatch.setattr("trinity.remote.attached_instances.connect_by_hand", connect)
+    config = ServingConfig(model=MODEL, cache=CacheConfig(pools=POOLS))
+    setup = replace(make_setups([Instance("D", "D0")], config, Connector("shm"), "round_robin")[0], model="the/model")
+    lost = list[str]()
+    watcher: Any = SimpleNamespace(on_lost=lambda name, why, planned: lost.append(why))
+    where = {"D0": Address.parse("tcp:127.0.0.1:1")}
+    joined = AttachedInstances("frontend:x", watcher, Timeline(), where, SECRET.encode(), ProcessConfig())
+    members = await joined.start([setup])
+    members["D0"]._take(WeightsDigest("a" * 64))
+    members["D0"].cut()
+    for other in (Hello("D0", "another", epoch=1), Hello("D0", "one", weights="b" * 64, epoch=1)):
+        said.append(other)
+        with pytest.raises(LayoutMismatch, match=r"instance D0 has .*: the files have changed under the running"):
+            await joined._reach("D0")
+    said.append(Hello("D0", "one", epoch=1))
+    with pytest.raises(ConfigError, match="has not read all of its weights"):
+        await joined._reach("D0")
+    said.append(Hello("D0", "one", weights="a" * 64, epoch=1))
+    joined.members["D0"] = back = await joined._reach("D0")
+    back.cut()
+    joined.members["D0"] = alone = await joined._reach("D0")
+    alone._weights.forget("D0", 1)
+    alone._take(WeightsDigest("b" * 64))
+    assert "those that it began with" in joined.health()["D0"].why
+    assert not alone.alive
+    await joined.aclose()
+
+
+def test_who_attaches_later_is_told_the_digest_that_was_found_meanwhile() -> None:
+    sent = list[Any]()
+    channel: Any = SimpleNamespace(closed=False, backlog=0, send=lambda frame: sent.append(decode(frame)))
+    fellows = Fellows("tcp:127.0.0.1:1")
+    fellows.note_weights(WeightsDigest("a" * 64))  # nobody may attach yet
+    info = InstanceInfo(PeerUp("D0", "D", 0), Hello("D0", "one"), {}, "tcp:127.0.0.1:1")
+    fellows.open(cast(Any, None), info, "")
+    fellows.channels["frontend:x"] = channel
+    fellows.note_weights(WeightsDigest("a" * 64))
+    assert sent == [WeightsDigest("a" * 64)]
+    assert fellows._served is not None
+    assert fellows._served[1].hello == Hello("D0", "one", weights="a" * 64)
 
 
 def test_who_attaches_starts_no_instance() -> None:

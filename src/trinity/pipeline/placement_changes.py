@@ -290,6 +290,7 @@ class PlacementChanges:
     async def _load(self, spec: Instance, instances: Sequence[Instance]) -> LoadedInstance:
         began, given = time.perf_counter(), (self._serving_config, [spec], self._frontend.processor, instances)
         [loaded] = await run_to_end(loader.load_instances, *given)
+        self._threads.check_weights(loaded)
         self.timeline.add(spec.name, "switch", f"migration to {spec.roles}", began, time.perf_counter() - began)
         return loaded
 

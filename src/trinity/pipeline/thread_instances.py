@@ -11,6 +11,7 @@ from trinity.core.messages import PeerDown, PeerUp
 from trinity.core.peer_exit import PeerLeaving, PeerRemoved
 from trinity.core.routing import RoutingPolicy
 from trinity.pipeline.frontend_host import FrontendHost
+from trinity.remote.agreement import check_loaded
 from trinity.remote.planned_restart import WHY, WHY_REMOVED, Emptied
 from trinity.runtime import loader
 from trinity.runtime.host import InstanceHost, LoadedInstance
@@ -34,6 +35,15 @@ class ThreadInstances:
     ) -> None:
         self.hosts, self._frontend, self._timeline = hosts, frontend, timeline
         self._connector, self._policy = connector, policy
+
+    def check_weights(self, loaded: LoadedInstance) -> None:
+        """Raise ``LayoutMismatch`` where an instance has other weights than those that serve; it is released then."""
+        try:
+            for host in self.hosts.values():
+                check_loaded(loaded, host.loaded)
+        except BaseException:
+            loaded.release()
+            raise
 
     def begin(self, loaded: LoadedInstance) -> None:
         """Have an instance serve beside the others, in a life that follows all former ones of its name.

@@ -16,6 +16,7 @@ import msgspec
 
 from trinity.core.values import FRONTEND
 from trinity.errors import ConfigError, TransportError, TrinityError
+from trinity.remote.agreement import WeightsAgreement
 from trinity.remote.channel import TIMEOUT_S, Address
 from trinity.remote.instance_client import InstanceClient, Watcher, connect_by_hand, to_error
 from trinity.remote.instance_processes import CLOSE_S, InstanceSupervisor
@@ -56,6 +57,7 @@ class FellowClient(InstanceClient):
             text = f"the instance at {place.address} is {up.name} ({up.roles}), not {self.name} ({self.setup.roles})"
             raise ConfigError(f"{text}: give the instances as the pipeline that set them up has them")
         self.setup = msgspec.structs.replace(self.setup, epoch=up.epoch)
+        self._weights.admit(self.setup, answer.hello)
         self.started = msgspec.structs.replace(answer, address=str(place.address))
         self._reading = asyncio.get_running_loop().create_task(self._read(channel), name=f"trinity-{self.name}")
 
@@ -93,7 +95,7 @@ class AttachedInstances:
         self._watcher, self._timeline, self._config = watcher, timeline, config
         self._addresses, self._secret = dict(addresses), secret or b""
         self._setups: dict[str, Setup] = {}
-        self._model = ""  # fingerprint
+        self._weights = WeightsAgreement()
         self._lost: dict[str, str] = {}
         self._losses: dict[str, int] = {}
         self._watched = False
@@ -148,26 +150,20 @@ class AttachedInstances:
     async def _reach(self, name: str) -> FellowClient:
         place = InstancePlace(self._addresses[name], tls=self._config.tls, listen_s=0.0)
         self._config.check_place(name, place)
-        client = FellowClient(self._setups[name], self._watcher, self._timeline, self._hear)
+        serves = self._weights.served if self.members else None
+        setup = msgspec.structs.replace(self._setups[name], serves=serves)
+        client = FellowClient(setup, self._watcher, self._timeline, self._hear, weights=self._weights)
         try:
             await client.join_in(place, self._secret, self.owner)
-            self._check_model(client)
         except BaseException:
             client.cut()
             raise
         return client
 
-    def _check_model(self, client: FellowClient) -> None:
-        """Raise ``ConfigError`` for another model than that of the others: requests would go on with its tokens."""
-        self._model = self._model or client.fingerprint
-        if client.fingerprint != self._model:
-            raise ConfigError(
-                f"instance {client.name} serves other weights than this pipeline began with: close this pipeline, and "
-                "attach anew"
-            )
-
     def _hear(self, event: Event) -> None:
         if isinstance(event, Lost):
+            if event.name in self.members:
+                self.members[event.name].cut()
             self._lost[event.name] = event.why
             self._losses[event.name] = self._losses.get(event.name, 0) + 1
             if self._watched:

@@ -12,12 +12,14 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from trinity.core.messages import FRONTEND, Cancel, Forget, Move, PeerDown, PeerLoad, Submit, Value
 from trinity.core.values import FrontendUp
 from trinity.errors import HandshakeError, TransportError
 from trinity.remote.channel import Channel
 from trinity.remote.request_faults import decode_or_end, encode_all
-from trinity.remote.wire import Attach, InstanceFailure, InstanceInfo, encode
+from trinity.remote.wire import Attach, InstanceFailure, InstanceInfo, WeightsDigest, encode
 
 if TYPE_CHECKING:
     from trinity.runtime.host import InstanceHost
@@ -43,6 +45,14 @@ class Fellows:
     def open(self, host: InstanceHost, info: InstanceInfo, config: str) -> None:
         """Let front ends attach: the instance has met its peers. ``config``: digest of the model's config.json."""
         self._served = (host, info, config)
+
+    def note_weights(self, found: WeightsDigest) -> None:
+        """Tell those that are attached, and those that will be, what the instance has found of its weights."""
+        if self._served is not None:
+            host, info, config = self._served
+            hello = msgspec.structs.replace(info.hello, weights=found.digest)
+            self._served = (host, msgspec.structs.replace(info, hello=hello), config)
+            self.send_to_all([found], info.up.name)
 
     async def attach(self, channel: Channel, said: Attach) -> None:
         """Serve one more front end until its channel ends, or tell it why not.

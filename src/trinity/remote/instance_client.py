@@ -30,7 +30,9 @@ from trinity.remote.request_faults import decode_or_end, end_requests, requests_
 from trinity.remote.supervisor_messages import Event, Linked, Lost, NextLoaded, Refused, Unlinked
 from trinity.remote.supply import InstancePlace, InstanceProcess
 from trinity.remote.wire import (
+    CheckFiles,
     ConnectReport,
+    FilesChecked,
     Hello,
     InstanceFailure,
     InstanceInfo,
@@ -93,6 +95,7 @@ class InstanceClient:
         self._process: InstanceProcess | None = None
         self._channel: Channel | None = None
         self._reading: asyncio.Task[None] | None = None
+        self._checked: asyncio.Future[InstanceFailure | None] | None = None
         self._loss = ""
         self._watched = self._stopping = self._proceeds = False
         self._unheard: list[Value] = []  # what it says before the front end knows it
@@ -125,9 +128,7 @@ class InstanceClient:
             raise to_error(answer)
         if not isinstance(answer, InstanceInfo):
             raise TransportError(f"instance {self.name} answered its Setup with {type(answer).__name__}", "control")
-        dispute = self._weights.compare(self.name, self.setup.epoch, answer.hello.weights)
-        if dispute is not None:
-            raise LayoutMismatch(dispute.why)
+        self._weights.admit(self.setup, answer.hello)
         reached = str(place.address)  # by the pipeline, which need not be as the instance calls itself
         self.started = answer = msgspec.structs.replace(answer, address=reached)
         self.last_heard = time.monotonic()
@@ -139,6 +140,18 @@ class InstanceClient:
         self._proceeds = True
         if self._channel is not None:
             self.post(ProceedInstance())
+
+    async def check_files(self) -> None:
+        """Have it look if a next life would load what the pipeline serves; return, too, once it is lost.
+
+        Raises the error for which that life would be refused.
+        """
+        served = self._weights.served
+        assert served is not None  # it has started
+        self._checked = asyncio.get_running_loop().create_future()
+        self.post(CheckFiles(served))
+        if self.alive and (why := await self._checked) is not None:
+            raise to_error(why)
 
     def watch(self) -> None:
         """Pass on what it says from now on, and what it has said already: the front end knows it by now."""
@@ -217,6 +230,7 @@ class InstanceClient:
             channel.abort()
         finally:
             self._loss = self._loss or why
+            self._take(FilesChecked())  # whoever waits for it
             if not self._stopping:
                 self._report(Lost(self.name, self.setup.epoch, self._loss))
 
@@ -233,6 +247,9 @@ class InstanceClient:
             self._report(Unlinked(*life, message.peer, message.epoch))
         elif isinstance(message, WeightsDigest):
             self._compare_weights(message.digest)
+        elif isinstance(message, FilesChecked):
+            if self._checked is not None and not self._checked.done():
+                self._checked.set_result(message.why)
         elif isinstance(message, Slices):
             for row in message.rows:
                 self._timeline.add(self.name, *row)
@@ -248,7 +265,8 @@ class InstanceClient:
         dispute = self._weights.compare(self.name, self.setup.epoch, digest)
         if dispute is not None:
             self.problem = LayoutMismatch(dispute.why)
-            self._report(Refused(self.name, self.setup.epoch, dispute.why, dispute.name, dispute.epoch))
+            life = (self.name, self.setup.epoch, dispute.why)
+            self._report(Refused(*life, dispute.name, dispute.epoch) if dispute.name else Lost(*life))
 
 
 async def connect_by_hand(place: InstancePlace, secret: bytes, name: str = FRONTEND) -> Channel:

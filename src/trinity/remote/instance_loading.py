@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from trinity.connector import Connector
-from trinity.errors import HandshakeError, TransportError
+from trinity.errors import ConfigError, HandshakeError, TransportError
 from trinity.memory.weight_digests import LoadedFiles, known_whole_digest
 from trinity.remote.channel import Channel
 from trinity.remote.instance_setup import hold_instance_weights, identify_model, load_instance, prepare_transports
@@ -43,6 +43,8 @@ async def load_life(channel: Channel, setup: Setup, connector: Connector) -> Loa
         loaded = await asyncio.to_thread(load_instance, setup)
         del held  # the instance has them
         weights = "" if setup.paced else await asyncio.to_thread(known_whole_digest, Path(setup.model), files)
+        if setup.serves is not None and setup.serves.weights and not weights:
+            raise ConfigError(f"the files in {setup.model} were replaced while they were loaded; load them again")
     finally:
         beating.cancel()
     return LoadedLife(loaded, files, weights)

@@ -207,7 +207,8 @@ class InstanceSupervisor:
     def _begin(self, command: Launch) -> None:
         life, forked = (command.name, command.epoch), self._supply_of(command.name) is self.forks
         shelf = self._shelf.path if self._shelf is not None and forked else ""
-        named = {"epoch": command.epoch, "shelf": shelf, "waits": command.waits}
+        serves = self._weights.served if self._all_up.done() else None
+        named = {"epoch": command.epoch, "shelf": shelf, "waits": command.waits, "serves": serves}
         setup = msgspec.structs.replace(self.setups[command.name], **named)
         self._lives[life] = InstanceClient(setup, self._watcher, self._timeline, self.handle, weights=self._weights)
         self._launches[life] = self._run(self._launch(command))

@@ -5,18 +5,22 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
+
 from trinity.connector import Connector
 from trinity.core.messages import IMAGE, KV
 from trinity.core.scheduler import BatchRules
 from trinity.errors import ConfigError, LayoutMismatch
 from trinity.instance import Instance
 from trinity.memory.cache_config import CacheConfig
-from trinity.memory.weight_digests import LoadedFiles, identify_files
+from trinity.memory.weight_digests import LoadedFiles, identify_files, known_whole_digest, whole_digest
 from trinity.preprocess.processor import RequestProcessor
+from trinity.remote.agreement import CHANGED, check_served
 from trinity.remote.handshake import derive_block_key
-from trinity.remote.wire import Layout, Setup
+from trinity.remote.wire import Layout, ModelIdentity, Setup
 from trinity.runtime.host import LoadedInstance
 from trinity.runtime.loader import ServingConfig, config_digest, hold_weights, load_instances
+from trinity.runtime.model_classes import fingerprint_model
 
 
 def describe_layouts(loaded: LoadedInstance) -> dict[str, Layout]:
@@ -36,13 +40,27 @@ def check_model(setup: Setup) -> None:
         raise ConfigError(f"instance {setup.name} lacks the model: {error}; {hint}") from error
     if setup.config and mine != setup.config:
         text = f"the front end has config.json {setup.config}, instance {setup.name} has {mine} in {setup.model}"
-        raise LayoutMismatch(f"{text}: both must load the same checkpoint; {hint}")
+        raise LayoutMismatch(f"{text}: {CHANGED if setup.serves else f'both must load the same checkpoint; {hint}'}")
 
 
 def identify_model(setup: Setup) -> LoadedFiles:
-    """Identify the checkpoint's files before they are loaded. Raises as ``check_model`` does."""
+    """Identify the checkpoint's files before they are loaded.
+
+    Raises as ``check_model`` does, and ``LayoutMismatch`` where they are not what the pipeline serves already. Every
+    byte is read for that where it is known of what serves, and nobody has read these files yet.
+    """
     check_model(setup)
-    return () if setup.paced else identify_files(Path(setup.model))
+    if setup.paced:
+        return ()
+    directory = Path(setup.model)
+    files = identify_files(directory)
+    if setup.serves is not None:
+        sampled = ModelIdentity(fingerprint_model(directory, setup.dtype))
+        check_served(setup.name, directory, setup.serves, sampled)
+        if setup.serves.weights:
+            whole = known_whole_digest(directory, files) or whole_digest(directory, loaded=files)
+            check_served(setup.name, directory, setup.serves, msgspec.structs.replace(sampled, weights=whole))
+    return files
 
 
 def make_instance_connector(setup: Setup, secret: bytes) -> Connector:

@@ -83,10 +83,13 @@ async def _prepare(supervisor: Supervisor, name: str, epoch: int) -> None:
     """Have the next life load beside the present one; return once it has, or the present one is lost and it follows.
 
     One that dies of it is tried again, one that says why it cannot is not. Raises that, ``PeerLost`` after
-    ``MOST_TRIES``, and ``ClosedError``. What is not started on this host is not prepared: its place is taken.
+    ``MOST_TRIES``, and ``ClosedError``. What is not started on this host is not prepared, as its place is taken: its
+    present life looks if the files are those that it has loaded.
     """
     member = supervisor.core.members[name]
     tries = 0
+    if member.by_hand and _is_there(member, epoch):
+        await supervisor.members[name].check_files()
     while _is_there(member, epoch) and member.next is None and not (member.by_hand or supervisor.core.closing):
         if problem := supervisor.problems.get(name):
             raise problem

@@ -30,16 +30,19 @@ from trinity.remote.fellow_front_ends import REPORT_BACKLOG as REPORT_BACKLOG
 from trinity.remote.fellow_front_ends import Fellows
 from trinity.remote.handshake import BrokenHandshake
 from trinity.remote.instance_loading import BUSY_BEAT_S, load_life, send_while_open
-from trinity.remote.instance_setup import describe_layouts, make_instance_connector
+from trinity.remote.instance_setup import describe_layouts, identify_model, make_instance_connector
 from trinity.remote.request_faults import decode_or_end, encode_all, end_requests, requests_of
 from trinity.remote.tls import TLSConfig
 from trinity.remote.wire import (
+    CheckFiles,
     ConnectReport,
     DropPeer,
+    FilesChecked,
     Hello,
     InstanceFailure,
     InstanceInfo,
     LinkEnded,
+    ModelIdentity,
     Peers,
     Setup,
     Slices,
@@ -135,7 +138,7 @@ class InstanceSession:
         self._start(_beat_while_digesting(channel, self.host))
         self._unread = (directory, files) if not weights and setup.paced is None else None
         try:
-            await self._follow(channel, lambda host: self.fellows.open(host, info, setup.config))
+            await self._follow(channel, setup, lambda host: self.fellows.open(host, info, setup.config))
         except TransportError:
             if not self.fellows.channels:
                 raise
@@ -143,11 +146,24 @@ class InstanceSession:
 
     async def _report_weights(self, channel: Channel, directory: Path, loaded: LoadedFiles) -> None:
         try:
-            send_while_open(channel, encode(WeightsDigest(await hash_weights(directory, loaded))))
+            found = WeightsDigest(await hash_weights(directory, loaded))
         except OSError as error:
-            logger.error("%s cannot read its weights again, to compare them: %s", self.hello.name, error)
+            return logger.error("%s cannot read its weights again, to compare them: %s", self.hello.name, error)
+        send_while_open(channel, encode(found))
+        self.fellows.note_weights(found)
 
-    async def _follow(self, channel: Channel, begin: Callable[[InstanceHost], None]) -> None:
+    async def _check_files(self, channel: Channel, setup: Setup, serves: ModelIdentity) -> None:
+        """Tell if a next life with this setup would be refused."""
+        why = None
+        try:
+            await asyncio.to_thread(identify_model, msgspec.structs.replace(setup, serves=serves))
+        except TrinityError as error:
+            why = InstanceFailure(type(error).__name__, str(error))
+        except OSError as error:
+            why = InstanceFailure("ConfigError", f"{self.hello.name} cannot read its model: {error}")
+        send_while_open(channel, encode(FilesChecked(why)))
+
+    async def _follow(self, channel: Channel, setup: Setup, begin: Callable[[InstanceHost], None]) -> None:
         """Carry out messages of the front end until it stops the instance or is gone."""
         assert self.host is not None
         async for frame in channel:
@@ -175,6 +191,8 @@ class InstanceSession:
             elif isinstance(message, DropPeer):
                 self._stop_meeting(message.name, message.epoch)
                 self._drop_older(message.name, message.epoch + 1)
+            elif isinstance(message, CheckFiles):
+                self._start(self._check_files(channel, setup, message.serves))
             else:
                 self.host.post(message)
 

@@ -90,6 +90,13 @@ class Hello(Value, frozen=True):
     weights: str = ""
 
 
+class ModelIdentity(Value, frozen=True):
+    """Identity of what a pipeline serves: fingerprint, as in ``Hello``, and digest of every byte; "": not known yet."""
+
+    fingerprint: str
+    weights: str = ""
+
+
 class RouteConfig(Value, frozen=True):
     """A transport that an instance makes for one kind of block: its name and keywords, and the connector's settings."""
 
@@ -107,6 +114,7 @@ class Setup(Value, frozen=True, kw_only=True):
     checkpoint's config.json. ``beside``: the pipeline's other instances on the same device. ``shelf``: the socket where
     they leave weights for each other; "": none. ``host``: where this one is, as the pipeline names hosts. ``waits``: a
     life of its name serves still; it loads what memory allows beside that, and waits for ``ProceedInstance``.
+    ``serves``: what the pipeline serves already, of a life that is not among its first: it must have the same.
     """
 
     name: str
@@ -152,6 +160,7 @@ class Setup(Value, frozen=True, kw_only=True):
     shelf: str = ""
     host: str = ""
     waits: bool = False
+    serves: ModelIdentity | None = None
 
 
 class Attach(Value, frozen=True):
@@ -190,6 +199,18 @@ class InstancePrepared(Value, frozen=True):
 
 class ProceedInstance(Value, frozen=True):
     """Front end to an instance that waits, or will: the life that it follows has ended, and its memory is free."""
+
+
+class CheckFiles(Value, frozen=True):
+    """Front end to an instance: would its next life load what the pipeline serves? Answered by ``FilesChecked``."""
+
+    serves: ModelIdentity
+
+
+class FilesChecked(Value, frozen=True):
+    """Instance to front end: ``why`` its next life would be refused; None: it would not."""
+
+    why: InstanceFailure | None = None
 
 
 class Slices(Value, frozen=True):
@@ -303,12 +324,14 @@ ControlMessage = (
     | Attach
     | Cancel
     | Caught
+    | CheckFiles
     | Commit
     | ConnectReport
     | DropPeer
     | Emit
     | Fetch
     | Fetched
+    | FilesChecked
     | Finished
     | Forget
     | Hello

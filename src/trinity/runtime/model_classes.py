@@ -1,4 +1,4 @@
-"""Classes of a checkpoint's model, imported before its weights are loaded."""
+"""Steps before the weights of a checkpoint are loaded: its classes are imported, and its files identified."""
 
 from __future__ import annotations
 
@@ -23,3 +23,10 @@ def import_model_classes(model: Path) -> None:
     table = getattr(transformers, "conversion_mapping", None)  # no promise of theirs
     compile_table = getattr(table, "get_checkpoint_conversion_mapping", lambda model_type: None)
     compile_table(config.model_type)
+
+
+def fingerprint_model(model: Path, dtype: str) -> str:
+    """Return the fingerprint of an instance that would load these files in this dtype. Raises ``ConfigError``."""
+    from trinity.stages.models.loader import fingerprint_checkpoint
+
+    return fingerprint_checkpoint(model, dtype)

@@ -14,6 +14,7 @@ from trinity.core.messages import IMAGE, KV
 from trinity.memory.block_memory import BlockShape
 from trinity.memory.cache_config import KvDtype
 from trinity.memory.devices import ENCODE_BYTES
+from trinity.memory.weight_digests import LoadedFiles
 from trinity.stages.attention.fp8 import FP8
 from trinity.stages.attention.interface import AttentionBackend, PagedBatch, StopAfterWrite
 from trinity.stages.batch import RaggedBatch
@@ -69,6 +70,7 @@ class LoadedModel:
     - ``fingerprint``: equal if config, dtype and weight files are equal, as far as sampled pages of each tensor tell.
     - ``vision`` (None): part for the letter E.
     - ``language`` (None): part for P and D.
+    - ``files`` (()): of the checkpoint, as they were when it was loaded.
 
     Each part is a transformers model of the checkpoint's own class without the other parts' weights. Parts may be
     shared by several LoadedModels of one process and called from several threads.
@@ -83,6 +85,7 @@ class LoadedModel:
     fingerprint: str
     vision: Any = None
     language: Any = None
+    files: LoadedFiles = ()
 
     @property
     def multimodal(self) -> bool:

@@ -94,7 +94,7 @@ def load_model(
         fingerprint = _fingerprint(directory, kind)
         held = {name: _part(directory, name, kind, place, packed, files, shelf) for name in names}
         _check_unchanged(directory, files, _fingerprint(directory, kind) == fingerprint)
-        model = LoadedModel(directory, letters, config, adapter, kind, place, fingerprint, **held)
+        model = LoadedModel(directory, letters, config, adapter, kind, place, fingerprint, **held, files=files)
         if not known and model.language is not None and not getattr(model.language, "trinity_checked", False):
             self_check(model)
             model.language.trinity_checked = True
@@ -239,6 +239,12 @@ def _make_empty_part(directory: Path, name: str, dtype: torch.dtype, keep_fp8: b
             convert_to_fp8(part, fields, directory)
     _fit_part(part, adapter, name)
     return part
+
+
+def fingerprint_checkpoint(model_dir: str | Path, dtype: torch.dtype | str | None = None) -> str:
+    """Return the fingerprint that ``load_model`` would give these files in this dtype. Raises ``ConfigError``."""
+    directory = Path(model_dir)
+    return _fingerprint(directory, _pick_dtype(dtype, read_config(directory)))
 
 
 def _fingerprint(directory: Path, dtype: torch.dtype) -> str:
