@@ -83,6 +83,20 @@ def test_the_text_is_what_the_output_adds(
     assert read(stream, ids, runs) == cut(expected(name, prompt, ids), stop)
 
 
+@pytest.mark.parametrize(
+    ("name", "prompt", "pieces"),
+    [
+        ("fallback", [f"<0x{byte:02X}>" for byte in "吗吗吗".encode()], ["<0x20>", "at"]),
+        ("wordpiece_tidy", ["the", *["'"] * 8], ["s"]),
+        ("wordpiece_tidy", [], [*["the"] * 8, *["'"] * 12, "the"]),
+    ],
+)
+def test_what_belongs_together_may_be_long(name: str, prompt: list[str], pieces: list[str]) -> None:
+    """More than the tokens that are kept: a run of bytes, and quotes with spaces that a later one may take away."""
+    before, ids = map(tokenizer(name).convert_tokens_to_ids, (prompt, pieces))
+    assert run(TextStream(tokenizer(name), (), before), ids) == expected(name, before, ids)
+
+
 @settings(max_examples=150)
 @given(st.sampled_from(FALLBACK[:2]), prompts, st.binary(max_size=9), st.sampled_from(["", "at", "▁the"]), readings)
 @example("fallback", "Say it: 한국어", b"", "at", [0])
