@@ -95,7 +95,9 @@ WRONG: dict[str, tuple[str | bytes, str]] = {
     "two of an instance's name": (HOST.replace("7000}", '7000, name = "x"}, {roles = "E", port = 1, name = "x"}'),
                                   r"a name of its own"),
     "cores without threads": (HOST.replace("7000}", "7000, threads = 3, cores = [1]}"), r"threads .* do not fit"),
-    "a name of no letters": (HOST.replace("7000}", '7000, name = "a\\u007f"}'), r"at port 7000 has a name .* printed"),
+    "a name of no letters": (HOST.replace("7000}", '7000, name = "a\\u007f"}'), r"name is .*: give up to 40"),
+    "a name that is a path": (HOST.replace("7000}", '7000, name = "../../tmp/up"}'), r"give up to 40 letters, digits"),
+    "a pool of no letters": (HOST.replace("7000}", '7000, pools = {"a\\u007f" = 1}}'), r"has a pool .* printed"),
     "a model that is no path": (HOST + 'model = "a\\nb"', r"cannot be printed"),
 }  # fmt: skip
 
@@ -167,7 +169,7 @@ def tables(draw: st.DrawFn) -> HostTable:
                 HostedInstance(
                     roles=draw(st.sampled_from(("E", "P", "D", "PD", "EPD"))),
                     port=port,
-                    name=draw(st.sampled_from(("", f"{draw(TEXTS)}-{number}"))),
+                    name=draw(st.sampled_from(("", f"{draw(NAMES)}-{number}"))),
                     device=draw(st.sampled_from((None, "cpu", "cuda:3"))),
                     threads=draw(st.integers(1, 3)),
                     memory_bytes=draw(st.none() | st.integers(1, 1 << 40)),

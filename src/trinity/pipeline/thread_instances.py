@@ -37,8 +37,12 @@ class ThreadInstances:
         self._connector, self._policy = connector, policy
 
     def check_weights(self, loaded: LoadedInstance) -> None:
-        """Raise ``LayoutMismatch`` where an instance has other weights than those that serve; it is released then."""
+        """Raise ``LayoutMismatch`` where an instance has other weights than those that serve; it is released then.
+
+        And ``ClosedError`` where the pipeline was closed meanwhile: those that served have no weights any more.
+        """
         try:
+            self._frontend.check_open()
             for host in self.hosts.values():
                 check_loaded(loaded, host.loaded)
         except BaseException:

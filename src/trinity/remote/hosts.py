@@ -26,7 +26,7 @@ import msgspec
 
 from trinity.costs.cluster import Cluster
 from trinity.errors import ConfigError
-from trinity.errors.arguments import Count, DeviceName, Whole, check_call, check_struct
+from trinity.errors.arguments import Count, DeviceName, InstanceName, Whole, check_call, check_struct
 from trinity.errors.files import read_regular_file, write_file
 from trinity.instance import GivenPlacement, Instance, list_instances
 from trinity.remote.host_addresses import is_numeric
@@ -47,7 +47,7 @@ class HostedInstance(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     roles: str
     port: Port
-    name: str = ""
+    name: InstanceName = ""
     device: DeviceName | None = None
     threads: Whole = 1
     cores: tuple[int, ...] = ()
@@ -56,8 +56,8 @@ class HostedInstance(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     def __post_init__(self) -> None:
         check_struct(self)
-        if any(not text.isprintable() for text in (self.name, *(self.pools or ()))):
-            raise ConfigError(f"the instance at port {self.port} has a name or a pool that cannot be printed")
+        if any(not text.isprintable() for text in self.pools or ()):
+            raise ConfigError(f"the instance at port {self.port} has a pool whose name cannot be printed")
 
 
 class HostEntry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
