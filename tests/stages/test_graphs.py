@@ -225,7 +225,7 @@ def step_at_random(solo: Solo, rng: np.random.Generator, running: dict[str, int]
 
 
 def test_nothing_is_recorded_while_serving(monkeypatch: pytest.MonkeyPatch) -> None:
-    """150 steps of up to eight texts of 1 to 1,400 tokens, in any company: each width of tables, no new graph."""
+    """300 steps of up to eight texts of 1 to 1,400 tokens, in any company: each width of tables, no new graph."""
     monkeypatch.setattr(decode_graphs, "BATCH_SIZES", (1, 2, 4, 8))
     eager, taped = Solo(blocks=300), Solo(blocks=300, backend=StaticTorch())
     made, recorder = graphs()
@@ -237,7 +237,7 @@ def test_nothing_is_recorded_while_serving(monkeypatch: pytest.MonkeyPatch) -> N
         solo.pool.free.remove(299)  # ``StaticTorch`` lets padding rows write there
         rng, running = np.random.default_rng(7), dict[str, int]()
         said.append([])
-        for step in range(150):
+        for step in range(300):
             said[-1].append(step_at_random(solo, rng, running, step))
             widths |= {len(row.table) for row in solo.stage._requests.rows.values()}
     assert said[0] == said[1]
