@@ -234,6 +234,7 @@ def test_a_result_says_pass_and_fail_beside_both_figures_and_why() -> None:
     assert figures.shown([good], quick=True).aims[0].met is None
 
 
+@pytest.mark.slow
 def test_every_figure_runs() -> None:
     made = figures.run(Setting(quick=True))
     names = {each["figure"] for each in made.values["claims"]}

@@ -34,7 +34,7 @@ def _answers(architecture: str) -> dict[str, OracleAnswer]:
 
 
 @pytest.mark.parametrize("architecture", _of(MULTIMODAL))
-@pytest.mark.parametrize("method", ["EPD", "E+P+D"])
+@pytest.mark.parametrize("method", ["E+P+D", pytest.param("EPD", marks=pytest.mark.slow)])
 def test_images_anywhere_and_any_number_of_times(architecture: str, method: str) -> None:
     """All of them, then all of them again from the caches."""
     expected = _answers(architecture)
