@@ -165,7 +165,8 @@ RULES: dict[Callable[[pytest.MonkeyPatch], None], str] = {
 }
 
 
-SEEN = {careless: 77, owing: 229}  # the run that noticed it when this was written, which is played first
+# The run that noticed it when this was written, which is played first.
+SEEN: dict[Callable[[pytest.MonkeyPatch], None], int] = {careless: 77, owing: 229}
 
 
 @pytest.mark.timeout(600)
