@@ -149,6 +149,29 @@ async def test_the_detokenizer_raises(error: BaseException, method: str, monkeyp
         await good_ones(pipe)
 
 
+class Unprintable(Exception):
+    """An error whose text cannot be read in any way."""
+
+    def __repr__(self) -> str:
+        raise RuntimeError("no text of it")
+
+    __str__ = __repr__
+
+
+async def test_a_detokenizer_raises_what_cannot_be_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends its own request alone: the front end is not in the middle of others' tokens when its text is made."""
+
+    def raising(*_: Any) -> str:
+        raise Unprintable
+
+    async with serving("EP+D") as pipe:
+        with monkeypatch.context() as patched:
+            for kind in (TableText, WindowText):
+                patched.setattr(kind, "push", raising)
+            await refused(pipe, TEXT.request(sampling=Sampling.greedy(stop=("never said",))), "its text cannot be read")
+        await good_ones(pipe)
+
+
 class Policy:
     """Round robin, but what a request named "bad..." makes of it."""
 

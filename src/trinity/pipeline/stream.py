@@ -15,7 +15,7 @@ import msgspec
 from trinity import errors
 from trinity.core.frontend import Abort, Deliver, End
 from trinity.core.messages import Failure, Finished, Sampled, Value
-from trinity.errors import ClosedError, RequestError, TrinityError, own_errors
+from trinity.errors import ClosedError, RequestError, TrinityError, describe_error, own_errors
 from trinity.errors.arguments import Positive, check_value
 from trinity.metrics import SPANS
 from trinity.preprocess.detokenizer import TextStream
@@ -210,7 +210,7 @@ class Stream:
         except (KeyboardInterrupt, asyncio.CancelledError):
             raise
         except BaseException as error:  # a tokenizer may raise anything on a token id that a stage invented
-            text = f"token {event.sampled.token} cannot be decoded to text ({error!r})"
+            text = f"token {event.sampled.token} cannot be decoded to text ({describe_error(error)})"
             self.end(End(event.request, "error", Failure("RequestError", text)))
             self._host.post(Abort(event.request, "cancelled"))
 
