@@ -352,6 +352,24 @@ async def test_a_crash_does_not_wait_for_reads_in_flight() -> None:
     assert not pipe.hosts["D0"]._tasks
 
 
+class Unprintable(Crash):
+    def __str__(self) -> str:
+        raise SystemExit("no text")
+
+    __repr__ = __str__
+
+
+async def test_a_crash_whose_text_cannot_be_printed_ends_every_request() -> None:
+    connector = Connector(WrappedTransport(delay_s=3600), timeout_s=3600)
+    async with Pipeline(checkpoint("llava"), "EP+D", dtype="float32", connector=connector) as pipe:
+        reading = asyncio.ensure_future(pipe.complete(TEXT.request()))
+        while not pipe.hosts["D0"]._tasks:
+            await asyncio.sleep(0.001)
+        pipe._frontend.report_crash("EP0", Unprintable())
+        with pytest.raises(RequestError, match=r"EP0 failed .*cannot be read"):
+            await asyncio.wait_for(reading, 30)
+
+
 async def crash(armed: list[bool]) -> tuple[list[Any], BaseException]:
     """The errors of all that were there at the crash, and of one that comes later."""
     async with Pipeline(checkpoint("llava"), "E+P+D", dtype="float32") as pipe:

@@ -17,7 +17,7 @@ from trinity.costs.cluster import Cluster
 from trinity.costs.model_shape import MODELS, ModelShape
 from trinity.costs.step_cost import DEVICES, CostModel, CostTables, Device, Roofline
 from trinity.emulation.model import EmulatedModel
-from trinity.errors import ChangeRefused, ClosedError, ConfigError, TrinityError
+from trinity.errors import ChangeRefused, ClosedError, ConfigError, TrinityError, describe_error
 from trinity.planner import HybridPlanner, Plan, SearchConfig
 from trinity.traces.goodput import LEAST_REQUESTS
 from trinity.traces.trace import SLO, Trace
@@ -116,7 +116,7 @@ class AutoPlanner:
             self.error = error
             logger.warning("no plan could be made from %d requests: %s", len(recorded), error)
         except Exception as error:  # a fault of trinity: log it, and serving goes on
-            self.error = TrinityError(f"planning failed: {error!r}")
+            self.error = TrinityError(f"planning failed: {describe_error(error)}")
             logger.exception("planning failed on %d requests", len(recorded))
         if self.apply and self.plan is not None and self._is_better(self.plan):
             await self._apply_plan(pipe, self.plan)
@@ -141,7 +141,7 @@ class AutoPlanner:
             self.error = error
             logger.warning("the plan for %s could not be applied: %s", plan.placement, error)
         except Exception as error:  # a fault of trinity: log it, and serving goes on
-            self.error = TrinityError(f"applying the plan failed: {error!r}")
+            self.error = TrinityError(f"applying the plan failed: {describe_error(error)}")
             logger.exception("applying the plan for %s failed", plan.placement)
         finally:
             self._applying = False

@@ -15,7 +15,7 @@ from trinity.core.frontend import Abort, Deliver, End, FrontendCore
 from trinity.core.frontend_events import MoveEnd, Prepare
 from trinity.core.messages import PeerDown, Send, Submit, Tick, Value
 from trinity.core.peer_exit import PeerRemoved
-from trinity.errors import ClosedError, ConfigError, Overloaded, RequestError
+from trinity.errors import ClosedError, ConfigError, Overloaded, RequestError, describe_error
 from trinity.metrics import Metrics
 from trinity.pipeline.ended_requests import record_end, record_refused
 from trinity.pipeline.inputs_again import prepare_again
@@ -291,15 +291,15 @@ class FrontendHost:
         """End every request with an error, refuse new ones and stop all threads, as an instance's thread failed."""
         if self._broken is not None:
             return
-        self._broken = error
+        self._broken, said = error, describe_error(error)
         for host in self.reached.values():
             host.stop(at_once=True)
         for stream in list(self.streams.values()):
             if stream.processed is not None:
                 stream.end(End(stream.request.request_id, "error"))
-                text = f"instance {name} failed ({error!r}); close the pipeline and make a new one"
+                text = f"instance {name} failed ({said}); close the pipeline and make a new one"
                 stream.fail(RequestError(text, stream.request.request_id), error)
-        self._moves.give_up(f"instance {name} failed ({error!r})")
+        self._moves.give_up(f"instance {name} failed ({said})")
         self._departed.set()
 
     # ---------------------------------------------------------------- waits and ends

@@ -6,6 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from trinity.errors import describe_error
 from trinity.preprocess.prompt_problem import PromptProblem
 
 _TOOLS = re.compile(r"\btools\b")
@@ -83,5 +84,7 @@ class ChatTemplate:
                 chat, chat_template=template, tools=tools or None, tokenize=False, **settings
             )
         except Exception as exc:  # templates raise jinja errors, or others from the values they get
-            raise PromptProblem(f"the chat template refuses these messages ({exc})", media=False) from exc
+            raise PromptProblem(
+                f"the chat template refuses these messages ({describe_error(exc)})", media=False
+            ) from exc
         return str(rendered)

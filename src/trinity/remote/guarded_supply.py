@@ -11,7 +11,7 @@ import logging
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from trinity.errors import ConfigError
+from trinity.errors import ConfigError, describe_error
 from trinity.remote.supply import InstanceOrder, InstancePlace, Supply
 
 logger = logging.getLogger("trinity")
@@ -54,7 +54,7 @@ async def _guard(what: str, work: Coroutine[Any, Any, Answer]) -> Answer:
         raise ConfigError(f"{what} of the supply of instances was cancelled by itself, and not by the pipeline")
     error = call.exception()
     if error is not None and not isinstance(error, Exception):
-        raise ConfigError(f"{what} of the supply of instances raised {error!r}") from error
+        raise ConfigError(f"{what} of the supply of instances raised {describe_error(error)}") from error
     return call.result()
 
 

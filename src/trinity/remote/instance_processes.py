@@ -14,7 +14,7 @@ import msgspec
 
 from trinity.core.messages import PeerSuspect, Tick, Value
 from trinity.core.peer_exit import PeerLeaving, PeerRemoved
-from trinity.errors import ConfigError, PeerLost, TrinityError
+from trinity.errors import ConfigError, PeerLost, TrinityError, describe_error
 from trinity.instance import Instance
 from trinity.memory.weight_shelf import WeightShelf, open_shelf
 from trinity.remote.agreement import WeightsAgreement
@@ -304,7 +304,7 @@ class InstanceSupervisor:
             self.handle(Lost(name, epoch, str(error)))
         except Exception as error:
             logger.exception("instance %s could not be started", name)
-            client.problem = ConfigError(f"instance {name} could not be started: {error!r}")
+            client.problem = ConfigError(f"instance {name} could not be started: {describe_error(error)}")
             self.handle(Lost(name, epoch, str(client.problem)))
         else:
             self.handle(Loaded(name, epoch))

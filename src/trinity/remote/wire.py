@@ -45,7 +45,7 @@ from trinity.costs.budgets import StepBudgets
 from trinity.costs.device_memory import DeviceTenant
 from trinity.costs.visual_tokens import decode_rule, encode_rule
 from trinity.emulation.model import EmulatedModel
-from trinity.errors import HandshakeError, TransportError
+from trinity.errors import HandshakeError, TransportError, describe_error
 from trinity.memory.cache_config import KvDtype
 from trinity.memory.digests import Verify
 from trinity.remote import channel
@@ -379,7 +379,7 @@ def encode(message: Value) -> bytes:
     try:
         frame = _encoder.encode(message)
     except Exception as error:  # numbers of too many bits, text that is no Unicode, objects, no memory, a broken tensor
-        raise UnsendableMessage(f"a {type(message).__name__} cannot be sent: {error!r:.200}") from error
+        raise UnsendableMessage(f"a {type(message).__name__} cannot be sent: {describe_error(error, 200)}") from error
     if len(frame) > channel.MAX_MESSAGE:
         text = f"a {type(message).__name__} of {len(frame)} bytes is above the {channel.MAX_MESSAGE} of a message"
         raise UnsendableMessage(text, too_large=True)
