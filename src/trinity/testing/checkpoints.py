@@ -42,7 +42,7 @@ def build_checkpoint(name: str, directory: Path, *, seed: int = 0) -> Path:
     """
     if name not in ARCHITECTURES:
         raise UnknownName("tiny checkpoint", name, ARCHITECTURES)
-    return _build(_recipe(name), Path(directory), seed)
+    return write_checkpoint(_recipe(name), Path(directory), seed)
 
 
 def build_midsize(name: str, directory: Path, *, seed: int = 0) -> Path:
@@ -54,7 +54,7 @@ def build_midsize(name: str, directory: Path, *, seed: int = 0) -> Path:
     """
     if name not in MIDSIZE_CHECKPOINTS:
         raise UnknownName("mid-size checkpoint", name, MIDSIZE_CHECKPOINTS)
-    return _build(_recipe(name), Path(directory), seed)
+    return write_checkpoint(_recipe(name), Path(directory), seed)
 
 
 def _recipe(name: str) -> Recipe:
@@ -68,7 +68,8 @@ def _recipe(name: str) -> Recipe:
     raise AssertionError(f"no recipe is written for {name}")
 
 
-def _build(recipe: Recipe, directory: Path, seed: int) -> Path:
+def write_checkpoint(recipe: Recipe, directory: Path, seed: int) -> Path:
+    """Write the checkpoint of a recipe in float32 into ``directory``, which is made; returns it."""
     import torch
 
     directory.mkdir(parents=True, exist_ok=True)
@@ -109,10 +110,16 @@ def _scale_weights(model: Any, recipe: Recipe, generator: Any) -> None:
             if id(parameter) in embeddings:
                 parameter.copy_(noise * recipe.embedding_std)
             elif parameter.ndim >= 2:
-                parameter.copy_(noise * 1.6 / (parameter.numel() / parameter.shape[0]) ** 0.5)
+                parameter.copy_(noise * 1.6 / _count_inputs(name, parameter) ** 0.5)
             else:
                 parameter.add_(noise * 0.1)
                 parameter.add_(sum(gain for suffix, gain in recipe.raised.items() if name.endswith(suffix)))
+
+
+def _count_inputs(name: str, parameter: Any) -> int:
+    """Count the inputs of an output: experts lie behind each other, [experts, outputs, inputs] or turned."""
+    shape = parameter.shape
+    return int(min(shape[1:]) if "experts" in name and len(shape) == 3 else parameter.numel() // shape[0])
 
 
 def _silence(model: Any, tokenizer: Any) -> None:
