@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.checkpoint_files import checkpoint
+from support.image_reader import image_reader
 from support.pipeline_driver import GOOD, ONE, TEXT, all_tokens, good_ones, nothing_left, picture, serving
 from trinity.core.frontend import End, FrontendCore
 from trinity.core.messages import PeerUp, Sampled, Step, Submit, Work
@@ -90,7 +91,7 @@ async def test_the_models_processor_raises(error: BaseException, monkeypatch: py
             raise error
 
         with monkeypatch.context() as patched:
-            patched.setattr(type(pipe.processor._reader), "read", raising)
+            patched.setattr(type(image_reader(pipe.processor)), "read", raising)
             await refused(pipe, ONE.request(), type(error).__name__)
             two = [picture for one in (ONE, ONE) for picture in one.request().images]
             await refused(pipe, Request("<image><image>", images=two), type(error).__name__)

@@ -16,6 +16,7 @@ import pytest
 from PIL import Image
 
 from support.checkpoint_files import checkpoint
+from support.image_reader import image_reader
 from support.recordings import MULTIMODAL
 from trinity.errors import BadMedia, RequestTooLarge
 from trinity.preprocess import image_sizes
@@ -161,7 +162,7 @@ def test_the_size_counts_that_the_image_has_when_it_is_upright() -> None:
 
 @cache
 def reader_of(name: str) -> ItemReader:
-    return RequestProcessor(checkpoint(name))._reader
+    return image_reader(RequestProcessor(checkpoint(name)))
 
 
 @pytest.mark.parametrize("name", MULTIMODAL)
@@ -197,7 +198,7 @@ def test_a_size_that_the_model_refuses_is_refused_without_a_pixel(name: str) -> 
 
 def test_the_images_of_a_request_share_its_bytes() -> None:
     processor = RequestProcessor(checkpoint("llava"))
-    one = processor._reader.estimate(80, 60).bytes
+    one = image_reader(processor).estimate(80, 60).bytes
     processor.limits = MediaLimits(max_processed_bytes=3 * one)
     image = np.zeros((60, 80, 3), np.uint8)
     processor.process(Request("<image>" * 3, images=[image] * 3))
@@ -257,7 +258,7 @@ def test_every_resize_passes_the_guard_whatever_the_processor(name: str) -> None
 def test_an_unknown_processor_is_stopped_where_it_goes_too_far(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(image_sizes, "_is_plain", lambda _: False)
     processor = RequestProcessor(checkpoint("llava"), limits=MediaLimits(max_processed_pixels=1_000_000))
-    assert processor._reader.estimate(10_000, 1).pixels == 0
+    assert image_reader(processor).estimate(10_000, 1).pixels == 0
     with pytest.raises(BadMedia, match=r"has 10000 x 1 pixels.*ImageTooLarge"):
         processor.process(Request("<image>", images=[png(10_000, 1)]))
     assert processor.process(Request("<image>", images=[png(100, 60)])).work.media

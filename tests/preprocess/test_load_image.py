@@ -13,6 +13,7 @@ import torch
 from PIL import Image
 
 from support.checkpoint_files import checkpoint
+from support.image_reader import image_reader
 from trinity.preprocess.media import image_digest, read_image
 from trinity.preprocess.media_items import ItemReader
 from trinity.preprocess.media_limits import MediaLimits, MediaProblem
@@ -40,7 +41,7 @@ def _own(name: str) -> Any:
 
 @cache
 def _reader(name: str) -> ItemReader:
-    return RequestProcessor(checkpoint(name))._reader
+    return image_reader(RequestProcessor(checkpoint(name)))
 
 
 MODES = "1 L LA P PA RGB RGBA RGBa RGBX CMYK YCbCr HSV LAB I I;16 F"

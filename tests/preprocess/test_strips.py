@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 
 from support.checkpoint_files import checkpoint
+from support.image_reader import image_reader
 from support.stage_driver import picture
 from trinity.core.messages import MediaSpan
 from trinity.core.values import join_strips
@@ -126,7 +127,7 @@ def test_a_strip_is_named_by_content_and_range(name: str) -> None:
 @pytest.mark.parametrize("name", TILED)
 def test_what_does_not_add_up_stays_whole(name: str) -> None:
     loaded = processor_of(name, 1)._loaded
-    item = processor_of(name, 1)._reader.read(picture(5, 260, 250))
+    item = image_reader(processor_of(name, 1)).read(picture(5, 260, 250))
     layout = IMAGE_TEXT[name].tiles
     places = list(range(item.tokens + 7))
     odd = [*places[:1], *places[2:]] if layout != "grid" else places  # runs of lengths that no tiles have

@@ -16,22 +16,11 @@ from typing import Any
 import msgspec
 
 from trinity.errors.plain_values import read_source
+from trinity.preprocess.media_kinds import kind_names, part_keys
 from trinity.preprocess.prompt_problem import PromptProblem
 from trinity.request import Media, Request
 
 _TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}  # key of the text, by type
-_OWN = ("url", "path", "base64")
-_MEDIA: dict[str, tuple[str, tuple[str, ...]]] = {  # kind, and the keys of a medium, by type
-    "image": ("image", ("image", *_OWN)),
-    "image_url": ("image", ("image_url",)),
-    "input_image": ("image", ("image_url",)),
-    "video": ("video", ("video", *_OWN)),
-    "video_url": ("video", ("video_url",)),
-    "input_video": ("video", ("video_url",)),
-    "audio": ("audio", ("audio", *_OWN)),
-    "audio_url": ("audio", ("audio_url",)),
-    "input_audio": ("audio", ("input_audio",)),
-}
 _IGNORED = {"type", "detail"}  # OpenAI's hint of a size, which models with their own sizes have no use for
 
 
@@ -98,9 +87,9 @@ def _plain_part(part: Any, shelf: _Shelf) -> Any:
         return part
     if kind in _TEXTS:
         return {"type": "text", "text": part.get(_TEXTS[kind])}
-    if kind not in _MEDIA:
+    if kind not in part_keys():
         return part
-    medium, keys = _MEDIA[kind]
+    medium, keys = part_keys()[kind]
     source = _find_source(kind, keys, part)
     if source is None:
         shelf.take_next(medium)
@@ -117,7 +106,7 @@ def _find_source(kind: str, keys: Sequence[str], part: Mapping[str, Any]) -> Any
         raise PromptProblem(
             f'a part {{"type": {kind!r}}} has its medium as {names} and nothing beside it; got {reprlib.repr(part)}'
         )
-    if not found and kind not in ("image", "video", "audio"):
+    if not found and kind not in kind_names():
         raise PromptProblem(f'a part {{"type": {kind!r}}} needs {keys[0]!r} beside it; got {reprlib.repr(part)}')
     return next((_read_value(key, value) for key, value in found.items()), None)
 

@@ -17,10 +17,9 @@ import msgspec
 from trinity.errors import ConfigError, UnsupportedModel
 from trinity.errors.arguments import show
 from trinity.preprocess.checkpoint import read_config, read_json
-from trinity.preprocess.image_sizes import guard_resizes
+from trinity.preprocess.media_kinds import ModelFiles, Placeholder, kind_names, list_kinds
 from trinity.preprocess.model_types import check_config, explain_how_to_add
 from trinity.preprocess.placeholder_runs import RunTokenizer
-from trinity.preprocess.prompt import Placeholder
 
 _MOST_CACHED = 64  # texts whose tokenization is cached, each of the size of a prompt
 _VIDEO_FIELDS = (
@@ -121,10 +120,8 @@ def load_tokenizer_and_processor(model_dir: Path, ignore: Collection[str] | bool
         _check_text_only(config)
         placeholders, text, media_ids = {}, ImageText(), frozenset[int]()
     else:
-        make_channels_contiguous(processor.image_processor)
-        guard_resizes(processor.image_processor, last_call)
         text = IMAGE_TEXT.get(config.model_type, ImageText())
-        placeholders = {"image": _placeholder(config, tokenizer, processor, text, media_ids)}
+        placeholders = _find_placeholders(ModelFiles(config, tokenizer, processor, last_call, media_ids))
     return LoadedProcessor(
         config=config,
         tokenizer=tokenizer,
@@ -258,25 +255,19 @@ def _check_text_only(config: Any) -> None:
         )
 
 
-def _placeholder(
-    config: Any, tokenizer: Any, processor: Any, text: ImageText, media_ids: frozenset[int]
-) -> Placeholder:
-    token = getattr(processor, "image_token", None)
-    if not isinstance(token, str) or not media_ids:
+def _find_placeholders(files: ModelFiles) -> dict[str, Placeholder]:
+    """Find the markup of each kind of media that the model takes."""
+    found = {kind.name: kind.find_placeholder(files) for kind in list_kinds()}
+    placeholders = {name: each for name, each in found.items() if each is not None}
+    if not placeholders:
         raise UnsupportedModel(
-            f"model type {config.model_type!r} has no placeholder token for images; {explain_how_to_add()}"
+            f"model type {files.config.model_type!r} has no placeholder token for any media; {explain_how_to_add()}"
         )
-    reserved = tuple(tokenizer.convert_ids_to_tokens(sorted(media_ids)))
-    if None in reserved:
-        raise ConfigError(
-            f"the config names tokens {sorted(media_ids)} for media, and the tokenizer lacks some of them; are both of "
-            "one checkpoint?"
-        )
-    return Placeholder(token=token, marker=text.marker.format(token=token), reserved=reserved)
+    return placeholders
 
 
 def _media_ids(config: Any) -> frozenset[int]:
-    ids = (getattr(config, f"{kind}_token_id", None) for kind in ("image", "video", "audio"))
+    ids = (getattr(config, f"{kind}_token_id", None) for kind in kind_names())
     return frozenset(number for number in ids if isinstance(number, int))
 
 

@@ -12,12 +12,11 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import msgspec
-
 from trinity.errors import ConfigError, UnsupportedModel
 from trinity.preprocess.image_sizes import count_bytes, predict_pixels
 from trinity.preprocess.loader import LoadedProcessor
 from trinity.preprocess.media import image_digest, size_of
+from trinity.preprocess.media_kinds import MediaItem
 from trinity.preprocess.media_limits import Estimate, MediaLimits, MediaProblem
 
 if TYPE_CHECKING:
@@ -35,30 +34,6 @@ _EVERY_NUMBER = 1 << 30
 
 
 _Made = tuple[str, list[int], dict[str, Any]]  # expanded text, its ids, inputs of the encoder by name
-
-
-class MediaItem(msgspec.Struct, frozen=True):
-    """A preprocessed media item.
-
-    - ``kind``: "image".
-    - ``expansion``: text that replaces the item's placeholder.
-    - ``tokens``: visual tokens in the expansion.
-    - ``inputs``: tensors for the model's encoder, by name.
-    - ``content``: digest of pixels and processor, the key of the image cache.
-    - ``meta``: inputs of the position computation, by name.
-    - ``width``, ``height`` (pixels, 0): size of the image that was read.
-    - ``strip`` (0): its place among the strips of one image; see ``strips.cut_item``.
-    """
-
-    kind: str
-    expansion: str
-    tokens: int
-    inputs: dict[str, Any]
-    content: str
-    meta: dict[str, Any]
-    width: int = 0
-    height: int = 0
-    strip: int = 0
 
 
 class ItemReader:

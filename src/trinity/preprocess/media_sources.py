@@ -1,4 +1,4 @@
-"""Bytes of an image from a file or a data: URI, bounded in size and time, whatever the path is."""
+"""Bytes of a media item from a file or a data: URI, bounded in size and time, whatever the path is."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from trinity.errors import describe_error
 from trinity.errors.plain_values import find_scheme, given_path
 from trinity.preprocess.media_limits import MediaLimits, MediaProblem
 
+IMAGE_BYTES = "max_image_bytes"  # field of MediaLimits
 _LONGEST_SHOWN = 80  # characters of a path in a message
 
 
-def read_file(source: str | os.PathLike[str], limits: MediaLimits) -> bytes:
+def read_file(source: str | os.PathLike[str], limits: MediaLimits, bound: str = IMAGE_BYTES) -> bytes:
     """Read a regular file. Raises ``MediaProblem`` for anything else, and for what ``allow_paths`` leaves out.
+
+    ``bound``: field of ``limits`` that bounds its bytes.
 
     What is no file is not opened, since to open a device may already do something. A file is opened without waiting and
     looked at once more: what became a FIFO meanwhile does not block. What the kernel makes up under /proc says that it
@@ -30,21 +33,21 @@ def read_file(source: str | os.PathLike[str], limits: MediaLimits) -> bytes:
         )
     try:
         real = _allowed(path, shown, limits)
-        _check_file(os.stat(real), shown, limits)
+        _check_file(os.stat(real), shown, limits, bound)
         descriptor = os.open(real, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except FileNotFoundError as exc:
         raise MediaProblem(f"there is no file {shown}; check the path") from exc
     except (OSError, ValueError) as exc:
         raise MediaProblem(f"cannot read {shown} ({describe_error(exc, 200)})") from exc
     try:
-        _check_file(os.fstat(descriptor), shown, limits)
+        _check_file(os.fstat(descriptor), shown, limits, bound)
         with open(descriptor, "rb", closefd=False) as file:
-            data = file.read(limits.max_image_bytes + 1)
+            data = file.read(int(getattr(limits, bound)) + 1)
     except OSError as exc:
         raise MediaProblem(f"cannot read {shown} ({describe_error(exc, 200)})") from exc
     finally:
         os.close(descriptor)
-    check_bytes(len(data), limits)
+    check_bytes(len(data), limits, bound)
     return data
 
 
@@ -65,21 +68,22 @@ def _allowed(path: str, shown: str, limits: MediaLimits) -> str:
     raise MediaProblem(f"{shown} is a path that allow_paths of MediaLimits does not allow here; give bytes")
 
 
-def _check_file(found: os.stat_result, shown: str, limits: MediaLimits) -> None:
+def _check_file(found: os.stat_result, shown: str, limits: MediaLimits, bound: str) -> None:
     if not stat.S_ISREG(found.st_mode):
         raise MediaProblem(f"{shown} is not a regular file")
-    check_bytes(found.st_size, limits)
+    check_bytes(found.st_size, limits, bound)
     if found.st_size == 0:
         raise MediaProblem(f"{shown} is empty (0 bytes)")
 
 
-def check_bytes(size: int, limits: MediaLimits) -> None:
-    """Raise ``MediaProblem`` if an image has too many bytes."""
-    if size > limits.max_image_bytes:
-        raise MediaProblem(f"has {size} bytes or more; the limit max_image_bytes is {limits.max_image_bytes}")
+def check_bytes(size: int, limits: MediaLimits, bound: str = IMAGE_BYTES) -> None:
+    """Raise ``MediaProblem`` if an item has more bytes than the field ``bound`` of ``limits`` allows."""
+    most = int(getattr(limits, bound))
+    if size > most:
+        raise MediaProblem(f"has {size} bytes or more; the limit {bound} is {most}")
 
 
-def read_data_uri(uri: str, limits: MediaLimits) -> bytes:
+def read_data_uri(uri: str, limits: MediaLimits, bound: str = IMAGE_BYTES) -> bytes:
     """Decode a data: URI in base64 (RFC 2397), whatever type it says. Raises ``MediaProblem``.
 
     Its length tells the size before a byte is decoded.
@@ -87,7 +91,7 @@ def read_data_uri(uri: str, limits: MediaLimits) -> bytes:
     head, comma, text = uri.partition(",")
     if not comma or not head.lower().endswith(";base64"):
         raise MediaProblem("is a data: URI that is not in base64; give data:image/png;base64,...")
-    check_bytes(len(text) // 4 * 3 - 2, limits)
+    check_bytes(len(text) // 4 * 3 - 2, limits, bound)
     if "%" in text:
         text = unquote(text)
     try:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from trinity.core.messages import MediaSpan, Work
-from trinity.errors import BadMedia, ClosedError, RequestError, RequestTooLarge, describe_error, own_errors
+from trinity.errors import BadMedia, ClosedError, ConfigError, RequestError, RequestTooLarge, describe_error, own_errors
 from trinity.errors.plain_values import is_address
 from trinity.preprocess.content_parts import take_media
 from trinity.preprocess.generation_config import (
@@ -25,8 +25,8 @@ from trinity.preprocess.generation_config import (
     resolve_sampling,
 )
 from trinity.preprocess.loader import LoadedProcessor, load_tokenizer_and_processor
-from trinity.preprocess.media import read_image, size_of
-from trinity.preprocess.media_items import ItemReader, MediaItem, add_salt
+from trinity.preprocess.media_items import add_salt
+from trinity.preprocess.media_kinds import MediaItem, list_kinds
 from trinity.preprocess.media_limits import MediaBudget, MediaLimits, MediaProblem, TooManyTokens
 from trinity.preprocess.prompt import PromptText, order_media
 from trinity.preprocess.prompt_problem import PromptProblem
@@ -115,7 +115,8 @@ class RequestProcessor:
     ) -> None:
         self.limits, self.strips = limits or MediaLimits(), strips
         self._loaded: LoadedProcessor = load_tokenizer_and_processor(Path(model_dir), ignore_generation_config)
-        self._reader = ItemReader(self._loaded, self.limits)
+        self._kinds = [kind for kind in list_kinds() if kind.name in self._loaded.placeholders]
+        self._readers = {kind.name: kind.open_reader(self._loaded, self.limits) for kind in self._kinds}
         self._fetcher = UrlFetcher(self.limits)
         self.sampling_door = SamplingDoor(Path(model_dir))
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="trinity-processor")
@@ -188,13 +189,15 @@ class RequestProcessor:
             await asyncio.gather(*reading, return_exceptions=True)
 
     def dummy_inputs(self, visual_tokens_hint: int | None = None) -> tuple[MediaSpan, dict[str, Any]]:
-        """Make one synthetic image for profiling, with its span and its encoder inputs.
+        """Make one synthetic item of the model's first kind of media for profiling, with its span and encoder inputs.
 
-        It has about ``visual_tokens_hint`` visual tokens, for models where an image's size decides their number.
+        It has about ``visual_tokens_hint`` tokens, for models where an item's size decides their number.
 
         Raises ``ConfigError`` for a text-only model.
         """
-        item = self._reader.make_synthetic(visual_tokens_hint)
+        if not self._kinds:
+            raise ConfigError("a text-only model has no media to profile")
+        item = self._readers[self._kinds[0].name].make_synthetic(visual_tokens_hint)
         return self._make_span(item, 0, item.tokens), item.inputs
 
     def close(self) -> None:
@@ -245,9 +248,12 @@ class RequestProcessor:
                     f"this {item.kind} is no data: URI, http: or https: URL, and nothing else is read for this request"
                 )
                 raise BadMedia(message, request.request_id)
-        if len(media) > self.limits.max_images:
-            message = f"{len(media)} images given, but the limit max_images is {self.limits.max_images}; give fewer"
-            raise BadMedia(message, request.request_id)
+        counts = Counter(item.kind for item in media)
+        for kind in self._kinds:
+            given, most = counts[kind.name], int(getattr(self.limits, kind.count_limit))
+            if given > most:
+                message = f"{given} {kind.name}s given, but the limit {kind.count_limit} is {most}; give fewer"
+                raise BadMedia(message, request.request_id)
         return request
 
     def _parse(self, request: Request) -> _ParsedRequest:
@@ -263,16 +269,11 @@ class RequestProcessor:
         return _ParsedRequest(request, text, MediaBudget(self.limits, limit), *order_media(text, media))
 
     def _read_item(self, parsed: _ParsedRequest, index: int) -> MediaItem:
-        budget, among = parsed.budget, len(parsed.media)
-
-        def check(width: int, height: int) -> None:
-            budget.check(self._reader.estimate(width, height, among))
-
+        budget, item = parsed.budget, parsed.media[index]
+        among = parsed.text.kinds.count(item.kind)
         try:
             with budget.timed():
-                image = read_image(parsed.media[index].source, self.limits, check)
-                budget.charge(self._reader.estimate(*size_of(image), among))  # upright now, which may change the tiles
-                return self._reader.read(image, among)
+                return self._readers[item.kind].read_source(item.source, among, budget)
         except MediaProblem as exc:
             raise BadMedia(f"{parsed.names[index]}: {exc}", parsed.request.request_id) from exc
         except TooManyTokens as exc:
@@ -320,7 +321,11 @@ class RequestProcessor:
         return self.defaults.complete(request.sampling, prompt_tokens)
 
     def _tokenize_prompt(self, parsed: _ParsedRequest, items: Sequence[MediaItem]) -> tuple[int, ...]:
-        expansions = [self._reader.number_expansion(item.expansion, index) for index, item in enumerate(items)]
+        seen = Counter[str]()
+        expansions = []
+        for item in items:
+            expansions.append(self._readers[item.kind].number_expansion(item.expansion, seen[item.kind]))
+            seen[item.kind] += 1
         try:
             return self._prompt_tokenizer.tokenize(parsed.text, expansions)
         except Exception as exc:
@@ -353,7 +358,7 @@ class RequestProcessor:
             offset=offset,
             length=length,
             content=add_salt(item.content, salt),
-            atomic=self._loaded.atomic,
+            atomic=self._loaded.atomic and item.kind == "image",
             meta=item.meta,
             width=item.width,
             height=item.height,

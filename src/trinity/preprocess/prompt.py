@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import reprlib
 from collections import Counter
@@ -13,25 +14,11 @@ import msgspec
 
 from trinity.errors.plain_values import MOST_PARTS, Unfit, read_chat
 from trinity.preprocess.control_tokens import HiddenTokens, check_roles
+from trinity.preprocess.media_kinds import Placeholder, kind_names
 from trinity.preprocess.prompt_problem import PromptProblem
 from trinity.request import Media
 
-PROMPT_MEDIA_KINDS = ("image", "video", "audio")
-_MARKER = re.compile("<(image|video|audio)>")
 _PART_KEYS = {"type", "text"}
-
-
-class Placeholder(msgspec.Struct, frozen=True, kw_only=True):
-    """Markup of one kind of media in a model's text.
-
-    - ``token``: placeholder that the model's processor expands.
-    - ``marker``: text that replaces ``<image>`` and the like in raw text; it has ``token`` once.
-    - ``reserved`` (none): tokens that must not occur in a user's own text.
-    """
-
-    token: str
-    marker: str
-    reserved: tuple[str, ...] = ()
 
 
 class PromptText(msgspec.Struct, frozen=True):
@@ -62,7 +49,7 @@ def split_at_markers(
     """
     if hidden is not None and not counts:
         return PromptText((hidden.hide(prompt),), (), hidden=hidden)
-    texts = _MARKER.split(prompt)  # text, kind, text, kind, ..., text
+    texts = _marker(kind_names()).split(prompt)  # text, kind, text, kind, ..., text
     plain, kinds = texts[::2], tuple(texts[1::2])
     _check_counts(Counter(kinds), counts, "the prompt has {wanted} <{kind}> marker(s)")
     if hidden is None:
@@ -130,6 +117,11 @@ def build_chat(
     return chat
 
 
+@functools.cache
+def _marker(kinds: Sequence[str]) -> re.Pattern[str]:
+    return re.compile(f"<({'|'.join(kinds)})>")
+
+
 def check_user_text(text: str, placeholders: Mapping[str, Placeholder]) -> None:
     """Raise ``PromptProblem`` if a user's own text contains a token that this model reserves for media."""
     for kind, placeholder in placeholders.items():
@@ -180,7 +172,7 @@ def _part(part: Any) -> dict[str, Any]:
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind == "text" and isinstance(part.get("text"), str):
         return {"type": "text", "text": part["text"]}
-    if kind in PROMPT_MEDIA_KINDS and set(part) <= _PART_KEYS:
+    if kind in kind_names() and set(part) <= _PART_KEYS:
         return {"type": kind}
     raise PromptProblem(
         'a part must be {"type": "text", "text": ...}, {"type": "image_url", "image_url": {"url": ...}}, {"type": '

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from trinity.core.image_strips import name_strip, share_evenly
-from trinity.preprocess.media_items import MediaItem
+from trinity.preprocess.media_kinds import MediaItem
 
 GRID_CROP = "grid_crop"
 

@@ -22,6 +22,7 @@ from typing import Any
 from trinity.errors import ConfigError, describe_error, pip_install
 from trinity.errors.plain_values import is_address
 from trinity.preprocess.hidden_urls import hide_urls, name_url
+from trinity.preprocess.media_kinds import find_kind
 from trinity.preprocess.media_limits import MediaLimits, MediaProblem
 from trinity.preprocess.media_sources import check_bytes
 from trinity.preprocess.name_lookup import look_up
@@ -34,10 +35,10 @@ _MOST_REDIRECTS = 5
 _MOST_AT_ONCE = 64  # fetches of one processor
 _AT_ONCE = 8  # of one request
 _PORTS = {"http": 80, "https": 443}
-_HEADERS = {"Accept": "image/*", "Accept-Encoding": "identity", "User-Agent": "trinity"}
+_HEADERS = {"Accept-Encoding": "identity", "User-Agent": "trinity"}
 _UNTOLD = (
-    "cannot be fetched: its host is not known, does not answer with an image in time, or is not allowed here; give the "
-    "image as a data: URI"
+    "cannot be fetched: its host is not known, does not answer with its content in time, or is not allowed here; give "
+    "it as a data: URI"
 )
 
 
@@ -73,7 +74,7 @@ class UrlFetcher:
             if not is_url(item.source):
                 return item
             async with own, self._slots:
-                return Media(item.kind, await self._try(item.source, untrusted))
+                return Media(item.kind, await self._try(item, untrusted))
 
         tasks = [asyncio.ensure_future(fetch(item)) for item in media]
         try:
@@ -90,14 +91,14 @@ class UrlFetcher:
         with ThreadPoolExecutor(1, thread_name_prefix="trinity-fetch") as thread:
             return thread.submit(lambda: asyncio.run(UrlFetcher(self._limits).fetch_all(media, untrusted))).result()
 
-    async def _try(self, url: str, untrusted: bool) -> bytes | MediaProblem:
+    async def _try(self, item: Media, untrusted: bool) -> bytes | MediaProblem:
         try:
-            return await self.fetch(url, untrusted)
+            return await self.fetch(item.source, untrusted, item.kind)
         except MediaProblem as problem:
             return problem
 
-    async def fetch(self, url: str, untrusted: bool = False) -> bytes:
-        """Fetch what a URL names, within ``url_timeout_s`` from first to last. Raises ``MediaProblem``."""
+    async def fetch(self, url: str, untrusted: bool = False, kind: str = "image") -> bytes:
+        """Fetch an item of this kind, within ``url_timeout_s`` from first to last. Raises ``MediaProblem``."""
         free = self._limits.allow_urls and not untrusted
         shown = reprlib.repr(url)
         if not free and not self._rules.hosts:
@@ -108,7 +109,7 @@ class UrlFetcher:
         try:
             async with asyncio.timeout(self._limits.url_timeout_s):
                 with hide_urls():
-                    return await self._follow(url, None if free else self._rules)
+                    return await self._follow(url, None if free else self._rules, kind)
         except MediaProblem:
             raise
         except TimeoutError as exc:
@@ -121,11 +122,12 @@ class UrlFetcher:
     def _explain(self, url: str, why: str, told: str, free: bool) -> MediaProblem:
         if free:
             return MediaProblem(told)
-        logger.info("the image %s was not fetched: %s", name_url(url), why)
+        logger.info("%s was not fetched: %s", name_url(url), why)
         return MediaProblem(_UNTOLD)
 
-    async def _follow(self, url: str, rules: UrlRules | None) -> bytes:
-        httpx2 = _import_client()
+    async def _follow(self, url: str, rules: UrlRules | None, kind: str) -> bytes:
+        httpx2, wanted = _import_client(), find_kind(kind)
+        assert wanted is not None, "a model takes no kind that cannot be read"
         if len(url) > _LONGEST_URL:
             raise _Refused(f"it has more than {_LONGEST_URL} characters")
         target = httpx2.URL(url)
@@ -133,16 +135,16 @@ class UrlFetcher:
             proxied = rules is None and _has_proxies()
             addresses = await _let_client_find(target) if proxied else await _judge(target, rules)
             async with httpx2.AsyncClient(verify=_tls(), trust_env=proxied, timeout=None) as client:
-                answer = await self._ask(client, target, addresses)
+                answer = await self._ask(client, target, addresses, wanted.accept)
                 try:
                     if not answer.has_redirect_location:
-                        return await self._read(answer)
+                        return await self._read(answer, wanted.bytes_limit)
                     target = target.join(answer.headers["Location"])
                 finally:
                     await answer.aclose()
         raise _Refused(f"it leads on more than {_MOST_REDIRECTS} times")
 
-    async def _ask(self, client: Any, target: Any, addresses: Sequence[str]) -> Any:
+    async def _ask(self, client: Any, target: Any, addresses: Sequence[str], accept: str) -> Any:
         """Ask any of the addresses, each in its share of the time; "": as the client finds the host."""
         httpx2 = _import_client()
         ends = time.monotonic() + self._limits.url_timeout_s
@@ -151,7 +153,7 @@ class UrlFetcher:
             request = client.build_request(
                 "GET",
                 target.copy_with(host=address, fragment=None) if address else target,
-                headers={**_HEADERS, "Host": target.netloc.decode("ascii").rpartition("@")[2]},
+                headers={**_HEADERS, "Accept": accept, "Host": target.netloc.decode("ascii").rpartition("@")[2]},
                 timeout=httpx2.Timeout(None, connect=left),
                 extensions={"sni_hostname": target.raw_host.decode("ascii").removesuffix(".")},
             )
@@ -162,7 +164,7 @@ class UrlFetcher:
                     raise
         raise _Refused(f"the name {target.host} has no address")
 
-    async def _read(self, answer: Any) -> bytes:
+    async def _read(self, answer: Any, bound: str) -> bytes:
         if answer.status_code != 200:
             raise _Refused(f"it answers with status {answer.status_code}")
         if answer.headers.get("Content-Encoding", "identity").lower() != "identity":
@@ -172,7 +174,7 @@ class UrlFetcher:
         async for chunk in answer.aiter_raw():
             parts.append(chunk)
             size += len(chunk)
-            check_bytes(size, self._limits)
+            check_bytes(size, self._limits, bound)
         return b"".join(parts)
 
 

@@ -63,9 +63,10 @@ def processor_fingerprint(processor: RequestProcessor) -> str:
     """Hash what decides the tokens, the pixels and the end of a request beside the request itself."""
     loaded = processor._loaded
     templates = [getattr(each, "chat_template", None) for each in (loaded.processor, loaded.tokenizer)]
+    readers = sorted((name, each.fingerprint) for name, each in processor._readers.items())
     parts = [
         (type(loaded.config).__name__, type(loaded.tokenizer).__name__, type(loaded.processor).__name__),
-        (processor.model_type, processor.context_length, processor.vocabulary, processor._reader.fingerprint),
+        (processor.model_type, processor.context_length, processor.vocabulary, readers),
         (sorted(loaded.eos_ids), sorted(loaded.media_token_ids), sorted(loaded.placeholders.items()), loaded.atomic),
         templates,
     ]

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -22,7 +23,6 @@ import msgspec
 
 from trinity import errors
 from trinity.errors import ClosedError, ConfigError, RequestError
-from trinity.preprocess.media import make_plain
 from trinity.preprocess.media_limits import MediaBudget, MediaLimits, MediaProblem, TooManyTokens
 from trinity.preprocess.processor import ProcessedRequest, RequestProcessor
 from trinity.preprocess.worker import PICKLE, WorkerAnswer, WorkerSetup
@@ -271,17 +271,15 @@ class KillableProcessor(RequestProcessor):
     def _pack(self, request: Request) -> bytes:
         """Pickle a request with its media in plain forms. Raises the errors that cost no decoding."""
         media = request.all_media()
-        plain = [Media(each.kind, self._make_plain(each.source, len(media))) for each in media]
+        among = Counter(each.kind for each in media)
+        plain = [Media(each.kind, self._make_plain(each, among[each.kind])) for each in media]
         return pickle.dumps(msgspec.structs.replace(request, images=(), media=plain), PICKLE)
 
-    def _make_plain(self, source: Any, among: int) -> Any:
-        """Make a source plain; one that is refused becomes its error, which the process raises by the image's name."""
-
-        def check(width: int, height: int) -> None:
-            MediaBudget(self.limits, self._prompt_limit()).check(self._reader.estimate(width, height, among))
-
+    def _make_plain(self, item: Media, among: int) -> Any:
+        """Make a source plain; one that is refused becomes its error, which the process raises by the item's name."""
+        budget = MediaBudget(self.limits, self._prompt_limit())
         try:
-            return make_plain(source, self.limits, check)
+            return self._readers[item.kind].make_plain(item.source, among, budget)
         except (MediaProblem, TooManyTokens) as problem:
             return problem
 

@@ -10,11 +10,11 @@ import torch
 
 from trinity.core.messages import Open, Sampled
 from trinity.errors import StageError
+from trinity.preprocess.media_kinds import kind_names
 from trinity.stages.batch import Decodes
 from trinity.stages.device_texts import DeviceTexts
 from trinity.stages.host_rules import make_host_rules
 from trinity.stages.models import LoadedModel
-from trinity.stages.models.base import MEDIA_KINDS
 from trinity.stages.open_request import DecodeSelection, OpenRequest, find_bad_decode, slots_in
 from trinity.stages.sampler_rows import (
     BANS,
@@ -350,7 +350,7 @@ class RequestTable:
             if len(inside) != span.tokens:
                 problem = f"media item {number} has {span.tokens} feature rows for {len(inside)} placeholders"
                 raise StageError(problem, opening.work.request, "P")
-            items[inside], kinds[inside] = number, 1 + MEDIA_KINDS.index(span.kind)
+            items[inside], kinds[inside] = number, 1 + kind_names().index(span.kind)
         at = np.flatnonzero(items >= 0)
         return at, items[at], kinds
 

@@ -19,9 +19,9 @@ from torch import Tensor
 
 from trinity.core.messages import MediaSpan
 from trinity.errors import StageError, UnsupportedModel
+from trinity.preprocess.media_kinds import kind_names
 
 MediaInputs = Mapping[str, Tensor]
-MEDIA_KINDS = ("image", "video", "audio")  # in the order of transformers' token type ids, which begin at 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class ModelAdapter:
     @property
     def media_tokens(self) -> dict[str, int]:
         """Placeholder token id of each kind of media."""
-        found = {kind: getattr(self.config, f"{kind}_token_id", None) for kind in MEDIA_KINDS}
+        found = {kind: getattr(self.config, f"{kind}_token_id", None) for kind in kind_names()}
         return {kind: token for kind, token in found.items() if token is not None}
 
     @property
@@ -144,7 +144,7 @@ class ModelAdapter:
     def positions(
         self, model: Any, prompt: np.ndarray, spans: Sequence[MediaSpan], kinds: np.ndarray
     ) -> RotaryPositions:
-        """Compute a prompt's rotary positions; ``kinds`` [length]: 0 for text, else 1 + index in ``MEDIA_KINDS``."""
+        """Compute a prompt's rotary positions; ``kinds`` [length]: 0 for text, else 1 + index in ``kind_names()``."""
         if self.axes == 1 or not spans:
             return RotaryPositions()
         grids = defaultdict(list)
