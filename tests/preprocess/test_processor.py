@@ -226,7 +226,7 @@ def test_dummy_inputs_come_near_the_hint(name: str) -> None:
 def test_public_facts_of_a_model() -> None:
     own = processor_of("qwen2_vl")
     assert (own.model_type, own.context_length, own.multimodal) == ("qwen2_vl", 2048, True)
-    assert own.media_kinds == {"image"}
+    assert own.media_kinds == {"image", "video"}
     assert own.eos_ids == {own.tokenizer.eos_token_id}
     names = own.tokenizer.convert_ids_to_tokens(sorted(own.media_token_ids))
     assert set(names) == {"<|image_pad|>", "<|video_pad|>"}

@@ -19,6 +19,7 @@ class Value(msgspec.Struct, frozen=True, gc=False, tag=True):
 FRONTEND = "frontend"  # the name of the first front end: any other one has a colon and a word of its own behind it
 PREEMPTED = "preempted"  # reason of the end of a request that must be recomputed elsewhere
 NOWHERE = "Nowhere"  # cause of a failure: no instance has the next stage just now, as far as this one knows
+VIDEO = "video"  # a kind of media whose items are groups of frames
 IMAGE, KV = "image", "kv"  # the kinds of block built in; an audio cache is one more
 
 
@@ -35,7 +36,8 @@ class MediaSpan(Value, frozen=True):
     and size parameters. ``atomic``: a chunk or prefix hit must not cut it (bidirectional attention inside).
     ``meta`` is what the model needs for positions, such as ``{"image_grid_thw": [1, 8, 12]}``. ``width`` and ``height``
     are the image's own, in pixels, for traces; 0 where there are none. ``strip``: its place among the strips of one
-    image that is encoded in several, each an item of its own; 0 for the first and for an image in one.
+    image that is encoded in several, each an item of its own, or among the groups of frames of a video; 0 for
+    the first and for an image in one.
     """
 
     kind: str

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -66,6 +67,15 @@ class ChatTemplate:
             raise PromptProblem("this model has no chat template; give prompt= instead of messages=", media=False)
         return str(found)
 
+    def _find_for_videos(self, chat: Sequence[Mapping[str, Any]]) -> str | None:
+        """Find the template that SmolVLM's processor takes for chats with videos, whatever the checkpoint's own is."""
+        parts = [part for message in chat if isinstance(message["content"], list) for part in message["content"]]
+        if not any(part["type"] == "video" for part in parts):
+            return None
+        homes = [sys.modules.get(each.__module__) for each in type(self._processor).__mro__]
+        found = (getattr(home, "DEFAULT_CHAT_TEMPLATE", None) for home in homes if home is not None)
+        return next((each for each in found if isinstance(each, str)), None)
+
     def render(
         self, chat: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, variables: Mapping[str, Any]
     ) -> str:
@@ -73,7 +83,7 @@ class ChatTemplate:
 
         Raises ``PromptProblem`` if the template refuses it, takes no tools, or a variable is none of a template's.
         """
-        template = self.find(bool(tools))
+        template = self._find_for_videos(chat) or self.find(bool(tools))
         if tools and not _TOOLS.search(template):
             raise PromptProblem("this model's chat template takes no tools; leave tools= out", media=False)
         if taken := sorted({*_OURS, *self._tokenizer.special_tokens_map}.intersection(variables)):

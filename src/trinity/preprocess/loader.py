@@ -20,6 +20,7 @@ from trinity.preprocess.checkpoint import read_config, read_json
 from trinity.preprocess.media_kinds import ModelFiles, Placeholder, kind_names, list_kinds
 from trinity.preprocess.model_types import check_config, explain_how_to_add
 from trinity.preprocess.placeholder_runs import RunTokenizer
+from trinity.preprocess.video_processors import load_video_processor
 
 _MOST_CACHED = 64  # texts whose tokenization is cached, each of the size of a prompt
 _VIDEO_FIELDS = (
@@ -66,6 +67,31 @@ IMAGE_TEXT: dict[str, ImageText] = {
 """Markup by transformers' ``model_type``. Add a model where ``<image>`` stands for more than the processor's token."""
 
 
+class VideoText(msgspec.Struct, frozen=True, kw_only=True):
+    """Markup of videos in a model's raw text, and how its features follow from frames.
+
+    - ``marker`` ("{token}"): text of one video; ``{token}`` stands for the processor's own video token.
+    - ``tail`` (0): rows of features behind those of the last frame.
+    - ``sampled`` (False): its chats have frames sampled whatever the checkpoint's ``do_sample_frames`` says.
+    """
+
+    marker: str = "{token}"
+    tail: int = 0
+    sampled: bool = False
+
+
+_QWEN_VIDEO = VideoText(marker="<|vision_start|>{token}<|vision_end|>")
+VIDEO_TEXT: dict[str, VideoText] = {
+    "internvl": VideoText(),
+    "llava_onevision": VideoText(tail=1),
+    "qwen2_vl": _QWEN_VIDEO,
+    "qwen2_5_vl": _QWEN_VIDEO,
+    "qwen3_vl": _QWEN_VIDEO,
+    "smolvlm": VideoText(sampled=True),
+}
+"""Types whose videos are compared with ``generate()``, by transformers' ``model_type``: others take none here."""
+
+
 class LoadedProcessor(msgspec.Struct, frozen=True):
     """Config, tokenizer and processor of one model.
 
@@ -81,6 +107,7 @@ class LoadedProcessor(msgspec.Struct, frozen=True):
     - ``pools_images`` (False): the class pools an image to one row, its embedding.
     - ``special_ids`` ({}): ids of special tokens by their text, which outputs do not show.
     - ``tiles`` (""): as in ``ImageText``.
+    - ``video_tail`` (0): as in ``VideoText``.
     """
 
     config: Any
@@ -95,6 +122,7 @@ class LoadedProcessor(msgspec.Struct, frozen=True):
     pools_images: bool = False
     special_ids: dict[str, int] = {}
     tiles: str = ""
+    video_tail: int = 0
 
 
 def load_tokenizer_and_processor(model_dir: Path, ignore: Collection[str] | bool = ()) -> LoadedProcessor:
@@ -135,6 +163,7 @@ def load_tokenizer_and_processor(model_dir: Path, ignore: Collection[str] | bool
         pools_images=bool(text.pooled_rows) and getattr(config, text.pooled_rows, None) == 1,
         special_ids=special_ids,
         tiles=text.tiles,
+        video_tail=VIDEO_TEXT.get(config.model_type, VideoText()).tail,
     )
 
 
@@ -192,7 +221,8 @@ def load_processor(model_dir: Path, config: Any, tokenizer: Any) -> Any:
 
     load_images: Any = AutoImageProcessor.from_pretrained
     images = load_images(model_dir, backend="pil", local_files_only=True, trust_remote_code=False)
-    parts = {"image_processor": images, "tokenizer": tokenizer, "video_processor": NoVideo(images)}
+    videos = load_video_processor(model_dir, config) if config.model_type in VIDEO_TEXT else None
+    parts = {"image_processor": images, "tokenizer": tokenizer, "video_processor": videos or NoVideo(images)}
     settings, _ = processor_class.get_processor_dict(str(model_dir), local_files_only=True)
     settings["chat_template"] = settings.get("chat_template") or tokenizer.chat_template
     wanted = [parts[name] for name in processor_class.get_attributes()]
@@ -214,8 +244,8 @@ def _processor_class(model_dir: Path, config: Any) -> Any:
 def _accept_stand_in(processor_class: Any) -> Any:
     class WithoutVideo(processor_class):  # type: ignore[misc]
         def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
-            if isinstance(argument, NoVideo):
-                return NoVideo
+            if argument_name == "video_processor":  # ``NoVideo``, or of a class that is a twin of the one meant
+                return type(argument)
             return super().check_argument_for_proper_class(argument_name, argument)
 
         def __repr__(self) -> str:  # transformers' own writes every part as JSON, which NoVideo does not support

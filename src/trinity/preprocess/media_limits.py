@@ -28,6 +28,12 @@ class MediaLimits(msgspec.Struct, frozen=True, kw_only=True):
     - ``max_processed_pixels`` (pixels, 32 million): what the model's processor makes of each image: resized, padded,
       cut into tiles. Known from the image's header, before it is decoded.
     - ``max_processed_bytes`` (bytes, 4 GiB): what it makes of all images of one request, as numbers of 4 bytes.
+    - ``max_videos`` (videos, 8): number of videos in one request.
+    - ``max_video_bytes`` (bytes, 256 MiB): size of each video file before it is opened.
+    - ``max_video_frames`` (frames, 1,024): frames of each video that are given, or decoded and kept.
+    - ``max_video_seconds`` (seconds, 3,600): length of each video file.
+    - ``max_video_pixels`` (pixels, 128 million): of the frames of each video together, as they are read and in whatever
+      the model's processor makes of them. ``max_pixels`` holds for each frame.
     - ``preprocess_timeout_s`` (seconds, 60): time that the images of one request may take on the processor's threads
       together. On threads it is looked at between images: what one image may cost is bounded by the limits above.
     - ``processes`` (processes, 0): preprocess in so many processes of their own, which load tokenizer and processor
@@ -51,6 +57,11 @@ class MediaLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_image_bytes: Whole = 64 << 20
     max_processed_pixels: Whole = 32_000_000
     max_processed_bytes: Whole = 4 << 30
+    max_videos: Count = 8
+    max_video_bytes: Whole = 256 << 20
+    max_video_frames: Whole = 1024
+    max_video_seconds: Positive = 3600.0
+    max_video_pixels: Whole = 128_000_000
     preprocess_timeout_s: Positive = 60.0
     processes: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
     max_prompt_tokens: Whole | None = None

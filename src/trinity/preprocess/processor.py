@@ -18,6 +18,7 @@ from trinity.core.messages import MediaSpan, Work
 from trinity.errors import BadMedia, ClosedError, ConfigError, RequestError, RequestTooLarge, describe_error, own_errors
 from trinity.errors.plain_values import is_address
 from trinity.preprocess.content_parts import take_media
+from trinity.preprocess.frame_groups import cut_videos
 from trinity.preprocess.generation_config import (
     GenerationDefaults,
     check_token_ids,
@@ -295,6 +296,7 @@ class RequestProcessor:
         where, loaded = self._find_placeholders(request, ids, items), self._loaded
         if loaded.tiles and self.strips > 1:
             items = cut_items(items, where, self.strips, loaded.tiles, loaded.config)
+        items = cut_videos(items, loaded.video_tail)
         wanted, room = self.defaults.max_tokens(request, len(ids)), self.context_length - len(ids)
         sampling = self._complete_sampling(request, len(ids))
         ends, named = self._stop_ids(sampling)

@@ -34,7 +34,8 @@ def cut_items(
     """Cut the images of a prompt into at most ``most`` strips each; ``places``: positions of all their placeholders."""
     cut, used = list[MediaItem](), 0
     for item in items:
-        cut += cut_item(item, places[used : used + item.tokens], most, layout, config)
+        own = places[used : used + item.tokens]
+        cut += cut_item(item, own, most, layout, config) if item.kind == "image" else [item]
         used += item.tokens
     return cut
 

@@ -110,7 +110,7 @@ def llava_onevision() -> Recipe:
         SiglipVisionConfig,
     )
 
-    tokenizer = chatml_tokenizer("<image>\n", {"image_token": "<image>", "video_token": "<video>"})
+    tokenizer = chatml_tokenizer("<image>\n", {"image_token": "<image>", "video_token": "<video>"}, video="<video>\n")
     ratio = "anyres_max_2"  # at most two tiles' worth of features: larger grids take the path that interpolates
     config = LlavaOnevisionConfig(
         vision_config=SiglipVisionConfig(**VISION_CONFIG, image_size=42, patch_size=14, vision_use_head=False),
@@ -127,7 +127,8 @@ def llava_onevision() -> Recipe:
         "vision_feature_select_strategy": "full",
         "vision_aspect_ratio": ratio,
     }
-    return Recipe(config, LlavaOnevisionForConditionalGeneration, tokenizer, images, processor)
+    videos = {"video_processor_type": "LlavaOnevisionVideoProcessor", "size": square_size(42)}
+    return Recipe(config, LlavaOnevisionForConditionalGeneration, tokenizer, images, processor, videos=videos)
 
 
 def gemma3() -> Recipe:

@@ -13,26 +13,28 @@ _TOKENS = {
     "vision_end_token": "<|vision_end|>",
 }
 _IMAGE = "<|vision_start|><|image_pad|><|vision_end|>"
+_VIDEO = "<|vision_start|><|video_pad|><|vision_end|>"
 
 
 def qwen2_vl() -> Recipe:
     from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
     from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLTextConfig, Qwen2VLVisionConfig
 
-    tokenizer = chatml_tokenizer(_IMAGE, _TOKENS)
+    tokenizer = chatml_tokenizer(_IMAGE, _TOKENS, video=_VIDEO)
     config = Qwen2VLConfig(
         vision_config=Qwen2VLVisionConfig(depth=2, embed_dim=32, num_heads=4, hidden_size=64, mlp_ratio=2),
         text_config=Qwen2VLTextConfig(**TEXT_CONFIG, **text_ids(tokenizer), rope_parameters=_rope([2, 3, 3])),
         **_ids(tokenizer),
     )
-    return Recipe(config, Qwen2VLForConditionalGeneration, tokenizer, _images(14), _fields("Qwen2VLProcessor"))
+    fields, videos = _fields("Qwen2VLProcessor"), _videos(14)
+    return Recipe(config, Qwen2VLForConditionalGeneration, tokenizer, _images(14), fields, videos=videos)
 
 
 def qwen2_5_vl() -> Recipe:
     from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
     from transformers.models.qwen2_5_vl.configuration_qwen2_5_vl import Qwen2_5_VLTextConfig, Qwen2_5_VLVisionConfig
 
-    tokenizer = chatml_tokenizer(_IMAGE, _TOKENS)
+    tokenizer = chatml_tokenizer(_IMAGE, _TOKENS, video=_VIDEO)
     config = Qwen2_5_VLConfig(
         vision_config=Qwen2_5_VLVisionConfig(
             depth=2,
@@ -47,14 +49,14 @@ def qwen2_5_vl() -> Recipe:
         **_ids(tokenizer),
     )
     fields = _fields("Qwen2_5_VLProcessor")
-    return Recipe(config, Qwen2_5_VLForConditionalGeneration, tokenizer, _images(14), fields)
+    return Recipe(config, Qwen2_5_VLForConditionalGeneration, tokenizer, _images(14), fields, videos=_videos(14))
 
 
 def qwen3_vl() -> Recipe:
     from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
     from transformers.models.qwen3_vl.configuration_qwen3_vl import Qwen3VLTextConfig, Qwen3VLVisionConfig
 
-    tokenizer = chatml_tokenizer(_IMAGE, _TOKENS)
+    tokenizer = chatml_tokenizer(_IMAGE, _TOKENS, video=_VIDEO)
     text = {**TEXT_CONFIG, "num_hidden_layers": 3, "head_dim": 16}
     config = Qwen3VLConfig(
         vision_config=Qwen3VLVisionConfig(
@@ -71,7 +73,8 @@ def qwen3_vl() -> Recipe:
         ),
         **_ids(tokenizer),
     )
-    return Recipe(config, Qwen3VLForConditionalGeneration, tokenizer, _images(16), _fields("Qwen3VLProcessor"))
+    fields, videos = _fields("Qwen3VLProcessor"), _videos(16, name="Qwen3VLVideoProcessor")
+    return Recipe(config, Qwen3VLForConditionalGeneration, tokenizer, _images(16), fields, videos=videos)
 
 
 def _rope(sections: list[int]) -> dict[str, Any]:
@@ -94,6 +97,14 @@ def _images(patch: int) -> Any:
     return Qwen2VLImageProcessorPil(
         size={"shortest_edge": 4 * token, "longest_edge": 40 * token}, patch_size=patch, merge_size=2
     )
+
+
+def _videos(patch: int, name: str = "Qwen2VLVideoProcessor") -> dict[str, Any]:
+    """A frame has about nine tokens; of the Qwen3-VL a whole clip has at most 64."""
+    token = (2 * patch) ** 2
+    frames = 16 if name.startswith("Qwen3") else 1
+    size = {"shortest_edge": 4 * token * frames, "longest_edge": 9 * token * frames}
+    return {"video_processor_type": name, "patch_size": patch, "merge_size": 2, "size": size}
 
 
 def minicpmv4_6() -> Recipe:

@@ -31,6 +31,7 @@ VISION_CONFIG: dict[str, Any] = {
 class Recipe:
     """Parts of a checkpoint. ``processor`` has the fields of processor_config.json (None: text only).
 
+    ``videos`` has those of video_preprocessor_config.json (None: it has no such file).
     ``raised`` has values to add to norm weights by the end of their names, such as {"q_norm.weight": 1.0}.
     """
 
@@ -41,19 +42,21 @@ class Recipe:
     processor: dict[str, Any] | None = None
     embedding_std: float = 0.5
     raised: dict[str, float] = field(default_factory=dict)
+    videos: dict[str, Any] | None = None
 
     def save_processor(self, directory: Path) -> None:
         self.tokenizer.save_pretrained(directory)
         if self.image_processor is not None:
             self.image_processor.save_pretrained(directory)
-        if self.processor is not None:
-            (directory / "processor_config.json").write_text(json.dumps(self.processor, indent=2) + "\n")
+        for name, fields in (("processor", self.processor), ("video_preprocessor", self.videos)):
+            if fields is not None:
+                (directory / f"{name}_config.json").write_text(json.dumps(fields, indent=2) + "\n")
 
 
 def llama_tokenizer(**extra: str) -> Any:
     """Build a tokenizer like Llama 2's: <s> first, roles in capitals."""
-    image = extra.get("image_token", "")
-    template = chat_template(start="{{ bos_token }}", image=image + "\n" if image else "", **USER_ASSISTANT)
+    image, video = (text + "\n" if text else "" for text in (extra.get("image_token"), extra.get("video_token")))
+    template = chat_template(start="{{ bos_token }}", image=image, video=video, **USER_ASSISTANT)
     return build_tokenizer(bos="<s>", eos="</s>", pad="<pad>", extra=extra, template=template)
 
 
@@ -63,15 +66,15 @@ def text_ids(tokenizer: Any) -> dict[str, Any]:
     return {"vocab_size": len(tokenizer), "bos_token_id": tokenizer.bos_token_id, **ids}
 
 
-def chatml_tokenizer(image: str, extra: dict[str, str], plain: tuple[str, ...] = ()) -> Any:
-    """Build a tokenizer like Qwen's: no first token, ChatML turns; ``image`` is the template's image part."""
+def chatml_tokenizer(image: str, extra: dict[str, str], plain: tuple[str, ...] = (), video: str = "") -> Any:
+    """Build a tokenizer like Qwen's: no first token, ChatML turns; ``image``, ``video``: the template's parts."""
     return build_tokenizer(
         bos=None,
         eos="<|im_end|>",
         pad="<|endoftext|>",
         extra=extra,
         plain=("<|im_start|>", *plain),
-        template=chat_template(image=image, **CHATML),
+        template=chat_template(image=image, video=video, **CHATML),
     )
 
 

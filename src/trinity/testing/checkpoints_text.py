@@ -63,12 +63,16 @@ def _prepend(backend: Any, bos: str) -> None:
     )
 
 
-def chat_template(*, start: str = "", role: str, end: str, image: str = "", answer: str) -> str:
+def chat_template(*, start: str = "", role: str, end: str, image: str = "", video: str = "", answer: str) -> str:
     """Build a jinja chat template: ``start``, then per message ``role`` (may use message['role']), parts, ``end``."""
     parts = (
         "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
         "{% for part in message['content'] %}"
-        "{% if part['type'] == 'image' %}" + image + "{% elif part['type'] == 'text' %}{{ part['text'] }}{% endif %}"
+        "{% if part['type'] == 'image' %}"
+        + image
+        + "{% elif part['type'] == 'video' %}"
+        + video
+        + "{% elif part['type'] == 'text' %}{{ part['text'] }}{% endif %}"
         "{% endfor %}{% endif %}"
     )
     body = "{% for message in messages %}" + role + parts + end + "{% endfor %}"

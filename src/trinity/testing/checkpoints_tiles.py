@@ -25,7 +25,7 @@ def internvl() -> Recipe:
         "end_image_token": "</img>",
         "video_token": "<video>",
     }
-    tokenizer = chatml_tokenizer("<IMG_CONTEXT>\n", tokens)
+    tokenizer = chatml_tokenizer("<IMG_CONTEXT>\n", tokens, video="<video>\n")
     config = InternVLConfig(
         vision_config=InternVLVisionConfig(**VISION_CONFIG, image_size=56, patch_size=14),
         text_config=Qwen2Config(**TEXT_CONFIG, **text_ids(tokenizer)),
@@ -35,7 +35,8 @@ def internvl() -> Recipe:
     )
     images = GotOcr2ImageProcessorPil(size=square_size(56), crop_to_patches=True, max_patches=4)
     processor = {"processor_class": "InternVLProcessor", "image_seq_length": 4}
-    return Recipe(config, InternVLForConditionalGeneration, tokenizer, images, processor)
+    videos = {"video_processor_type": "InternVLVideoProcessor", "size": square_size(56)}
+    return Recipe(config, InternVLForConditionalGeneration, tokenizer, images, processor, videos=videos)
 
 
 def idefics3() -> Recipe:
@@ -58,6 +59,13 @@ def smolvlm() -> Recipe:
     return Recipe(
         model_class=SmolVLMForConditionalGeneration,
         processor={"processor_class": "SmolVLMProcessor", "image_seq_len": 4},
+        videos={
+            "video_processor_type": "SmolVLMVideoProcessor",
+            "size": {"longest_edge": 84},
+            "max_image_size": {"longest_edge": 84},
+            "fps": 1,
+            "num_frames": 16,
+        },
         **parts,
     )
 

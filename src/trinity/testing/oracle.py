@@ -18,6 +18,7 @@ from typing import Any
 import msgspec
 import torch
 
+from trinity.preprocess.clips import Clip
 from trinity.preprocess.loader import load_processor, load_tokenizer_and_processor
 from trinity.preprocess.prompt import split_at_markers
 from trinity.request import Request, Sampling
@@ -116,28 +117,55 @@ class Oracle:
 
     def inputs(self, request: Request) -> dict[str, Any]:
         """Make the inputs of ``generate()``, as transformers documents it."""
-        images = [load_as_transformers(item.source) for item in request.all_media()]
+        media = request.all_media()
+        images = [load_as_transformers(item.source) for item in media if item.kind == "image"]
+        clips = [item.source for item in media if item.kind == "video"]
         if request.messages is not None:
-            return self._chat_inputs(request.messages, iter(images))
+            return self._chat_inputs(request.messages, iter(images), clips)
         assert isinstance(request.prompt, str), "the oracle takes prompt= or messages="
-        text = split_at_markers(request.prompt, self._loaded.placeholders, Counter(image=len(images)))
+        text = split_at_markers(request.prompt, self._loaded.placeholders, Counter(image=len(images), video=len(clips)))
         whole = text.pieces[0]
         for kind, piece in zip(text.kinds, text.pieces[1:], strict=True):
             whole += self._loaded.placeholders[kind].token + piece
         if self._loaded.processor is None:
             return dict(self._processor(whole, return_tensors="pt"))
-        return dict(self._processor(text=[whole], images=[images] if images else None, return_tensors="pt"))
+        videos = {"videos": [clip.frames for clip in clips], **describe_clips(clips)} if clips else {}
+        if clips and self._loaded.config.model_type == "smolvlm":  # as its chats do
+            videos["do_sample_frames"] = True
+        return dict(self._processor(text=[whole], images=[images] if images else None, return_tensors="pt", **videos))
 
-    def _chat_inputs(self, messages: Sequence[Mapping[str, Any]], images: Iterator[Any]) -> dict[str, Any]:
-        """Give the chat to transformers as its documents do: each image inside its own part."""
-        chat = []
+    def _chat_inputs(
+        self, messages: Sequence[Mapping[str, Any]], images: Iterator[Any], clips: Sequence[Clip]
+    ) -> dict[str, Any]:
+        """Give the chat to transformers as its documents do: each image or video inside its own part."""
+        chat, videos = [], iter(clips)
         for message in messages:
             content = message["content"]
             if not isinstance(content, str):
                 content = [dict(part, image=next(images)) if part["type"] == "image" else part for part in content]
+                content = [
+                    dict(part, video=next(videos).frames) if part["type"] == "video" else part for part in content
+                ]
             chat.append({**message, "content": content})
-        settings = {"tokenize": True, "return_dict": True, "return_tensors": "pt", "add_generation_prompt": True}
+        settings: dict[str, Any] = {
+            "tokenize": True,
+            "return_dict": True,
+            "return_tensors": "pt",
+            "add_generation_prompt": True,
+        }
+        if clips:
+            settings["processor_kwargs"] = describe_clips(clips)
         return dict(self._processor.apply_chat_template(chat, **settings))
+
+
+def describe_clips(clips: Sequence[Clip]) -> dict[str, Any]:
+    """Describe clips to a processor by transformers' ``video_metadata``, one each, in the words of its documents."""
+    described = []
+    for clip in clips:
+        count = len(clip.frames)
+        told: dict[str, Any] = {"total_num_frames": count, "fps": clip.fps, "frames_indices": list(range(count))}
+        described.append({**told, "duration": None if clip.fps is None else count / clip.fps})
+    return {"video_metadata": described}
 
 
 def _as_list(features: Any) -> list[torch.Tensor]:

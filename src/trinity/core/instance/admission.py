@@ -20,6 +20,7 @@ from trinity.core.messages import IMAGE, KV, PREEMPTED, Open
 from trinity.core.migration.kv_target import cached_record
 from trinity.core.migration.target import ask_for_media
 from trinity.core.scheduler import Batch, EncodeView, PrefillView, View
+from trinity.core.values import VIDEO
 
 
 class Candidates:
@@ -158,12 +159,16 @@ def own_items(s: State, state: RequestState) -> tuple[tuple[int, int], ...]:
 
 
 def _by_image(state: RequestState, items: list[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Count the tokens of an image's strips at the first of them: those that are encoded here are in one step."""
+    """Count the tokens of an image's strips at the first of them: those that are encoded here are in one step.
+
+    A video's groups of frames are counted each by itself: the steps of an encoder stay bounded.
+    """
     counted: list[tuple[int, int]] = []
     firsts: dict[int, int] = {}  # place of that strip, by where its image begins
     for item, tokens in items:
-        first = firsts.setdefault(item - state.media[item].span.strip, len(counted))
-        if first < len(counted):
+        span = state.media[item].span
+        first = firsts.setdefault(item - span.strip, len(counted))
+        if first < len(counted) and span.kind != VIDEO:
             counted[first] = (counted[first][0], counted[first][1] + tokens)
             tokens = 0
         counted.append((item, tokens))

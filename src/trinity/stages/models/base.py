@@ -114,9 +114,12 @@ class ModelAdapter:
         ``kind`` is "image", "video" or "audio". Raises ``StageError`` if the model gives another number of rows than
         the prompt has placeholders, ``UnsupportedModel`` if it takes no such media.
         """
-        method = getattr(model.base_model, f"get_{kind}_features", None)
+        # InternVL and SmolVLM show the frames of a video as images.
+        as_images = kind == "video" and all("pixel_values" in item for item in items)
+        name = f"get_{'image' if as_images else kind}_features"
+        method = getattr(model.base_model, name, None)
         if method is None:
-            raise UnsupportedModel(f"{type(model).__name__} has no get_{kind}_features: it takes no {kind}")
+            raise UnsupportedModel(f"{type(model).__name__} has no {name}: it takes no {kind}")
         accepted = inspect.signature(method).parameters
         found: dict[int, Tensor] = {}
         for chosen, joined in self.collate(items):
@@ -155,8 +158,10 @@ class ModelAdapter:
         accepted = inspect.signature(method).parameters
         given = {name: torch.tensor(values) for name, values in grids.items() if name in accepted}
         types = torch.from_numpy(kinds)[None]
-        found, delta = method(torch.from_numpy(prompt)[None], mm_token_type_ids=types, **given)
-        return RotaryPositions(found[:, 0].numpy(), int(delta))
+        found, _ = method(torch.from_numpy(prompt)[None], mm_token_type_ids=types, **given)
+        # generate() goes on from the last position; the model's own delta begins behind the largest, which a video's
+        # last frame may have.
+        return RotaryPositions(found[:, 0].numpy(), int(found[:, 0, -1].max()) + 1 - len(prompt))
 
     def language_inputs(self, further: Tensor, at: Tensor, total: int) -> dict[str, Any]:
         """Make keywords of the text model from feature columns beyond the first hidden size.

@@ -34,6 +34,8 @@ class TiledLlava(Llava):
     """
 
     def encode(self, model: Any, kind: str, items: Sequence[MediaInputs], counts: Sequence[int]) -> list[Tensor]:
+        if kind == "video":
+            return self.encode_video(model, items, counts)
         strips = [number for number, item in enumerate(items) if GRID_CROP in item]
         whole = [number for number in range(len(items)) if number not in strips]
         made = super().encode(model, kind, [items[i] for i in whole], [counts[i] for i in whole]) if whole else []
@@ -42,6 +44,17 @@ class TiledLlava(Llava):
             some = [number for number in strips if items[number]["pixel_values"].shape[-2:] == side]
             found.update(zip(some, self._encode_strips(model.base_model, [items[i] for i in some]), strict=True))
         return [_counted(found[number], kind, count) for number, count in enumerate(counts)]
+
+    def encode_video(self, model: Any, items: Sequence[MediaInputs], counts: Sequence[int]) -> list[Tensor]:
+        """Compute features [counts[i], hidden] of groups of frames, each batched with those of as many frames.
+
+        LLaVA-OneVision ends each video with a learned row, which of a group but the last is left away again.
+        """
+        found: dict[int, Tensor] = {}
+        for chosen, joined in ModelAdapter.collate(self, items):
+            made = model.base_model.get_video_features(joined["pixel_values_videos"], return_dict=True).pooler_output
+            found.update({number: rows[: counts[number]] for number, rows in zip(chosen, made, strict=True)})
+        return [_counted(found[number], "video", count) for number, count in enumerate(counts)]
 
     def _encode_strips(self, model: Any, items: Sequence[MediaInputs]) -> list[Tensor]:
         """Compute features of strips, as ``get_image_features`` and ``pack_image_features`` of the model do."""

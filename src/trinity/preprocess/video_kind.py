@@ -1,0 +1,166 @@
+"""Videos as a kind of media: their markup in a model's text, and their reader."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from typing import Any
+
+import numpy as np
+
+from trinity.errors import ConfigError, describe_error
+from trinity.preprocess.clips import Frames, plain_clip, read_frames
+from trinity.preprocess.image_kind import reserved_tokens
+from trinity.preprocess.loader import VIDEO_TEXT, LoadedProcessor, NoVideo
+from trinity.preprocess.media_kinds import MediaItem, MediaKind, ModelFiles, Placeholder
+from trinity.preprocess.media_limits import Estimate, MediaBudget, MediaLimits, MediaProblem
+from trinity.preprocess.video_processors import backend_name
+
+_POSITIONS = ("video_grid_thw", "second_per_grid_ts")
+_ENCODED = (  # inputs of encoders; the rest is text, or says where in the text features are
+    "pixel_values",
+    "pixel_attention_mask",
+    "pixel_values_videos",
+    "video_grid_thw",
+    "video_merge_sizes",
+    "video_compression_mask",
+)
+_BYTES = 2 * 12  # of a pixel of three channels of float32, as it is made and once more as the encoder gets it
+_SIDE, _FRAMES = 112, 4  # of synthetic clips, in pixels; and their frames
+
+
+class VideoReader:
+    """Reads videos for one model; see ``KindReader``.
+
+    Runs the model's own processor on one video, with only its placeholder as text.
+    """
+
+    def __init__(self, loaded: LoadedProcessor, limits: MediaLimits) -> None:
+        self._loaded, self._limits = loaded, limits
+        self._processor = loaded.processor
+        self.fingerprint = _fingerprint(self._processor)
+
+    def make_plain(self, source: Any, among: int, budget: MediaBudget) -> Any:
+        return source if _is_file(source) else plain_clip(source, self._limits)
+
+    def read_source(self, source: Any, among: int, budget: MediaBudget) -> MediaItem:
+        frames = self._read_frames(source)
+        budget.charge(self._estimate(frames))
+        return self._process(frames)
+
+    def _read_frames(self, source: Any) -> Frames:
+        if isinstance(source, MediaProblem):  # found by the process that sent the request
+            raise source
+        if _is_file(source):
+            raise MediaProblem("is a file, and nothing here decodes one; give its frames")
+        try:
+            return read_frames(source, self._limits)
+        except MediaProblem:
+            raise
+        except Exception as exc:  # an object of somebody's own may raise anything
+            raise MediaProblem(f"cannot be read ({describe_error(exc, 200)})") from exc
+
+    def _estimate(self, frames: Frames) -> Estimate:
+        """Compute what the processor will make of the frames from their shape alone. Raises ``MediaProblem``."""
+        pixels = self._largest_array(frames) // 3
+        most = self._limits.max_video_pixels
+        if pixels > most:
+            raise MediaProblem(
+                f"becomes {pixels} pixels in the model's processor, which resizes it; the limit max_video_pixels is "
+                f"{most}: give fewer or smaller frames, or less narrow ones"
+            )
+        return Estimate(0, pixels * _BYTES)
+
+    def _largest_array(self, frames: Frames) -> int:
+        """Run the processor on arrays that have a shape and no content, and find the most numbers of one."""
+        import torch
+
+        from trinity.preprocess.shapes_alone import LargestArray
+
+        with LargestArray() as largest:
+            try:
+                self._call(torch.empty(frames.pixels.shape, dtype=torch.uint8, device="meta"), frames)
+            except Exception as exc:
+                if largest.numbers == 0:
+                    raise MediaProblem(_refusal(exc, frames)) from exc
+        return int(largest.numbers)
+
+    def _call(self, pixels: Any, frames: Frames) -> Any:
+        """Run the video processor alone."""
+        return self._processor.video_processor([pixels], **self._settings(frames))
+
+    def _settings(self, frames: Frames) -> dict[str, Any]:
+        """Describe the frames to a processor, and say whether it takes a sample of them where that is not its own."""
+        always = VIDEO_TEXT[self._loaded.config.model_type].sampled
+        sampling = {"do_sample_frames": not frames.sampled} if frames.sampled or always else {}
+        return {"video_metadata": [frames.metadata()], **sampling}
+
+    def _process(self, frames: Frames) -> MediaItem:
+        token = self._loaded.placeholders["video"].token
+        settings = {"return_tensors": "pt", **self._settings(frames)}
+        try:
+            made = dict(self._processor(text=[token], videos=[frames.pixels], **settings))
+        except Exception as exc:  # processors raise anything on odd sizes, and where they miss a rate
+            raise MediaProblem(_refusal(exc, frames)) from exc
+        ids = made["input_ids"][0].tolist()
+        tokens = sum(number in self._loaded.media_token_ids for number in ids)
+        if tokens == 0:
+            raise MediaProblem("the model's processor makes no visual token of it; give more or larger frames")
+        inputs = {name: made[name] for name in _ENCODED if name in made}
+        meta = {name: made[name][0].tolist() for name in _POSITIONS if name in made}
+        text, size = self._loaded.last_call.text, frames.pixels.shape
+        return MediaItem("video", text, tokens, inputs, self.fingerprint, meta, size[2], size[1])
+
+    def number_expansion(self, expansion: str, index: int) -> str:
+        return expansion
+
+    def make_synthetic(self, tokens: int | None) -> MediaItem:
+        frames = np.zeros((_FRAMES, _SIDE, _SIDE, 3), dtype=np.uint8)
+        try:
+            return self._process(Frames(frames, 1.0, tuple(map(float, range(_FRAMES))), sampled=True))
+        except MediaProblem as problem:
+            raise ConfigError(f"the model's processor refuses a plain clip: {problem}") from problem
+
+
+class VideoKind(MediaKind):
+    """Videos: frames in memory, or files."""
+
+    name = "video"
+    count_limit = "max_videos"
+    bytes_limit = "max_video_bytes"
+    accept = "video/*"
+
+    def find_placeholder(self, files: ModelFiles) -> Placeholder | None:
+        """Find the video token; None for types whose videos nobody compared, and without a video processor."""
+        text, processor = VIDEO_TEXT.get(files.config.model_type), files.processor
+        token, videos = (getattr(processor, name, None) for name in ("video_token", "video_processor"))
+        if text is None or not isinstance(token, str) or videos is None or isinstance(videos, NoVideo):
+            return None
+        return Placeholder(token=token, marker=text.marker.format(token=token), reserved=reserved_tokens(files))
+
+    def open_reader(self, loaded: LoadedProcessor, limits: MediaLimits) -> VideoReader:
+        return VideoReader(loaded, limits)
+
+
+def _is_file(source: Any) -> bool:
+    return isinstance(source, (str, bytes, bytearray, memoryview, os.PathLike))
+
+
+def _fingerprint(processor: Any) -> str:
+    """Hash everything but the pixels that decides features: class, backend, sizes, library versions."""
+    import transformers
+
+    videos = processor.video_processor
+    plain = {name: value for name, value in vars(processor).items() if isinstance(value, (str, int, float, bool))}
+    parts = [type(videos).__name__, videos.to_dict(), plain, transformers.__version__, backend_name()]
+    return hashlib.blake2b(json.dumps(parts, sort_keys=True, default=str).encode(), digest_size=8).hexdigest()
+
+
+def _refusal(exc: Exception, frames: Frames) -> str:
+    count, height, width = frames.pixels.shape[:3]
+    hint = "; give trinity.Clip(frames, fps=...)" if frames.fps is None else ""
+    return (
+        f"has {count} frames of {width} x {height} pixels, which the model's processor refuses "
+        f"({type(exc).__name__}: {exc!s:.300}){hint}"
+    )
