@@ -104,8 +104,8 @@ def test_a_layer_of_another_shape_is_refused_by_name() -> None:
     cache = torch.zeros(2, 1, 2, 2, 16, 8)
     rows = PagedRows(torch.zeros(1, dtype=torch.long), torch.zeros(1, dtype=torch.long), np.ones((0, 0)), np.ones(0))
     batch = PagedBatch(rows, cache, TorchAttention())
-    query, value = torch.zeros(1, 4, 1, 8), torch.zeros(1, 2, 1, 6)
-    with pytest.raises(UnsupportedModel, match=r"FakeLayer.*values of \(2, 6\)"):
+    query, value = torch.zeros(1, 4, 1, 8), torch.zeros(1, 2, 1, 9)
+    with pytest.raises(UnsupportedModel, match=r"FakeLayer.*values of \(2, 9\)"):
         paged_attention(FakeLayer(0), query, query[:, :2], value, None, trinity_batch=batch)
     with pytest.raises(UnsupportedModel, match="1 layers"):
         paged_attention(FakeLayer(1), query, query[:, :2], query[:, :2], None, trinity_batch=batch)

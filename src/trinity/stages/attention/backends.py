@@ -166,6 +166,10 @@ def pick_backend(name: str, kind: CacheKind) -> str:
     return name
 
 
+def _latent_obstacle(kind: CacheKind) -> str | None:
+    return "it reads keys and values, and the cache holds latent rows" if kind.shape[1] == 1 else None
+
+
 def _native_obstacle(kind: CacheKind) -> str | None:
     if kind.device.type != "cpu":
         return f"it is a kernel for CPUs, and the cache is on {kind.device}"
@@ -175,7 +179,7 @@ def _native_obstacle(kind: CacheKind) -> str | None:
         return native.describe()
     if not hasattr(native.extension, "PagedAttention"):
         return "the extension in use was built without it: install trinity again"
-    return None
+    return _latent_obstacle(kind)
 
 
 def _make_native(kind: CacheKind) -> AttentionBackend:
@@ -201,7 +205,7 @@ def _gpu_backend(
     def missing(kind: CacheKind) -> str | None:
         if kind.device.type != "cuda":
             return f"it is a kernel for GPUs, and the cache is on {kind.device}"
-        return _gpu_obstacle(kind) or own_obstacle(kind)
+        return _gpu_obstacle(kind) or _latent_obstacle(kind) or own_obstacle(kind)
 
     def obstacle(kind: CacheKind) -> str | None:
         return missing(kind) or probe(kind)

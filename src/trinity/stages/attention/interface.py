@@ -9,6 +9,9 @@ model.
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -17,6 +20,8 @@ import torch
 from torch import Tensor
 
 from trinity.errors import UnsupportedModel
+from trinity.stages.attention.kv_rows import KvRow, LayerSurvey, fit_rows
+from trinity.stages.attention.latent import compress_rows, expand_result
 
 Int64Array = np.ndarray
 PAGED_ATTENTION = "trinity_paged"
@@ -112,7 +117,8 @@ class AttentionBackend(Protocol):
         """Write this layer's keys and values, then attend.
 
         ``cache`` is [blocks, layers, 2, kv_heads, block_rows, head_dim]; ``qkv`` are the batch's query
-        [T, heads, head_dim], key and value [T, kv_heads, head_dim]. Returns [T, heads, head_dim].
+        [T, heads, head_dim], key and value [T, kv_heads, head_dim]. Returns [T, heads, head_dim]. A cache of latent
+        rows is [blocks, layers, 1, 1, block_rows, width]: key and value are the same row, which is held once.
         """
         ...
 
@@ -168,6 +174,20 @@ def register_attention() -> None:
     AttentionInterface.register(PAGED_ATTENTION, paged_attention)
 
 
+_running = threading.local()  # batch: of this thread's forward, for layers that do not pass keywords on
+
+
+@contextmanager
+def attending(batch: PagedBatch | LayerSurvey) -> Iterator[None]:
+    """Have all attention of this thread serve ``batch``, also where no keyword says so."""
+    before = getattr(_running, "batch", None)
+    _running.batch = batch
+    try:
+        yield
+    finally:
+        _running.batch = before
+
+
 def paged_attention(
     module: Any,
     query: Tensor,
@@ -180,17 +200,24 @@ def paged_attention(
 ) -> tuple[Tensor, None]:
     """Attend for a transformers attention layer: [1, heads, T, head_dim] in, [1, T, heads, head_dim] out.
 
-    Raises ``UnsupportedModel`` if the layer's keys and values do not have the cache's shape, or if the layer was not
-    called with a ``trinity_batch``.
+    Raises ``UnsupportedModel`` if the layer's keys and values do not go into the cache, or if it is not called within
+    a forward of trinity's.
     """
-    if trinity_batch is None:
+    batch = trinity_batch or getattr(_running, "batch", None)
+    if isinstance(batch, LayerSurvey):
+        return batch.note(module.layer_idx, query, key, value), None
+    if batch is None:
         raise UnsupportedModel(
             f"{type(module).__name__} does not pass keywords on to its attention; write a ModelAdapter for this model"
         )
-    _check_shapes(module, key, value, trinity_batch.cache)
-    qkv = (query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1))
     params = read_attention_params(module, query.shape[-1], asked)
-    seen = _run_half(trinity_batch, qkv, params)
+    if batch.cache.shape[2] == 1:
+        compressed, rows = compress_rows(module, query, key)
+        seen = expand_result(module, _run_half(batch, (compressed, rows, rows), params))
+    else:
+        fitted = _fit(module, query, key, value, batch.cache)
+        qkv = (fitted[0][0].transpose(0, 1), fitted[1][0].transpose(0, 1), fitted[2][0].transpose(0, 1))
+        seen = _run_half(batch, qkv, params)[..., : value.shape[-1]]
     return seen[None].contiguous(), None
 
 
@@ -225,16 +252,16 @@ def read_attention_params(module: Any, head_dim: int, asked: dict[str, Any]) -> 
     )
 
 
-def _check_shapes(module: Any, key: Tensor, value: Tensor, cache: Tensor) -> None:
-    layers, _, heads, _, width = cache.shape[1:]
-    held = (heads, width)
-    for name, tensor in (("keys", key), ("values", value)):
-        found = (tensor.shape[1], tensor.shape[3])
-        if found != held or module.layer_idx >= layers:
-            raise UnsupportedModel(
-                f"layer {module.layer_idx} ({type(module).__name__}) has {name} of {found} heads x width; "
-                f"the paged cache has {held} and {layers} layers: one shape must serve all layers"
-            )
+def _fit(module: Any, query: Tensor, key: Tensor, value: Tensor, cache: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    layers, parts, heads, _, width = cache.shape[1:]
+    fitted = fit_rows(query, key, value, KvRow(parts, heads, width)) if module.layer_idx < layers else None
+    if fitted is None:
+        shapes = [(part.shape[1], part.shape[3]) for part in (key, value)]
+        raise UnsupportedModel(
+            f"layer {module.layer_idx} ({type(module).__name__}) has keys of {shapes[0]} and values of {shapes[1]} "
+            f"heads x width; the paged cache has {(heads, width)} and {layers} layers: one shape must serve all layers"
+        )
+    return fitted
 
 
 def build_mask(

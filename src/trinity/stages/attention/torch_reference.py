@@ -27,7 +27,7 @@ class _DecodeGroup:
 
     first: int
     rows: int
-    pieces: Tensor  # [2 * rows * kv_heads * blocks] indices of [block_rows * head_dim] pieces: all keys, all values
+    pieces: Tensor  # [parts * rows * kv_heads * blocks] indices of [block_rows * head_dim] pieces: all keys, all values
     bias: Tensor  # [rows * kv_heads, 1, positions]: 0 or -inf
 
     @property
@@ -65,12 +65,13 @@ class TorchAttention:
 
     def write(self, rows: PagedRows, cache: Tensor, key: Tensor, value: Tensor, layer: int) -> None:
         """See ``SplitAttention.write``."""
-        heads, height, width = cache.shape[3:]
+        parts, heads, height, width = cache.shape[2:]
         places = rows.memo.get("places")
         if places is None:
             places = rows.memo["places"] = _cache_rows(rows, cache)
-        both = round_to(torch.cat((key, value)).view(-1, width), cache.dtype)
-        storage(cache).view(-1, width).index_copy_(0, places + layer * 2 * heads * height, storage(both))
+        both = torch.cat((key, value)) if parts == 2 else key
+        fresh = round_to(both.reshape(-1, width), cache.dtype)
+        storage(cache).view(-1, width).index_copy_(0, places + layer * parts * heads * height, storage(fresh))
 
     # ------------------------------------------------------------ decode rows
 
@@ -90,8 +91,8 @@ class TorchAttention:
     def _plan_decodes(
         self, rows: PagedRows, cache: Tensor, params: AttentionParams, dtype: torch.dtype
     ) -> Iterator[_DecodeGroup]:
-        _, _, _, heads, height, width = cache.shape
-        block_bytes = 2 * heads * height * width * dtype.itemsize  # as they are attended to
+        _, _, parts, heads, height, width = cache.shape
+        block_bytes = parts * heads * height * width * dtype.itemsize  # as they are attended to
         firsts = params.first_seen(rows.lengths - 1) // height
         counts = -(-rows.lengths // height) - firsts
         start = 0
@@ -107,26 +108,26 @@ class TorchAttention:
             start = stop
 
     def _decode(self, group: _DecodeGroup, cache: Tensor, query: Tensor, params: AttentionParams) -> Tensor:
-        heads, width = cache.shape[3], cache.shape[5]
+        parts, heads, width = cache.shape[2], cache.shape[3], cache.shape[5]
         pairs = group.rows * heads
-        held = self._gather(cache, group.pieces, params.layer).view(2, pairs, group.positions, width).to(query.dtype)
+        held = self._gather(cache, group.pieces, params.layer).view(parts, pairs, -1, width).to(query.dtype)
         own = query[group.first : group.first + group.rows].reshape(pairs, -1, width)
         if params.softcap is None:
             scores = torch.baddbmm(group.bias, own, held[0].transpose(1, 2), alpha=params.scale)
         else:
             scores = _cap(own @ held[0].transpose(1, 2) * params.scale, params.softcap) + group.bias
         sinks = None if params.sinks is None else params.sinks.view(heads, -1).repeat(group.rows, 1)
-        return torch.bmm(_softmax(scores, sinks), held[1]).view(group.rows, -1, width)
+        return torch.bmm(_softmax(scores, sinks), held[-1]).view(group.rows, -1, width)
 
     def _gather(self, cache: Tensor, pieces: Tensor, layer: int) -> Tensor:
         """Gather the pieces of one layer into memory that the next gather overwrites."""
-        heads, height, width = cache.shape[3:]
+        parts, heads, height, width = cache.shape[2:]
         size = len(pieces) * height * width
         held_as = storage(cache)
         if self._scratch is None or self._scratch.numel() < size or self._scratch.dtype != held_as.dtype:
             self._scratch = held_as.new_empty(size)
         held = self._scratch[:size].view(-1, height * width)
-        torch.index_select(held_as.view(-1, height * width), 0, pieces + layer * 2 * heads, out=held)
+        torch.index_select(held_as.view(-1, height * width), 0, pieces + layer * parts * heads, out=held)
         return held.view(cache.dtype)
 
     # ------------------------------------------------------------ prefill chunks
@@ -146,11 +147,12 @@ class TorchAttention:
         query, keys, values = (part[chunk.first : chunk.first + chunk.length].transpose(0, 1) for part in qkv)
         if plan.pieces is not None:
             held = self._gather(cache, plan.pieces, params.layer).to(query.dtype)
-            keys, values = held.view(2, cache.shape[3], -1, cache.shape[5])
+            both = held.view(*cache.shape[2:4], -1, cache.shape[5])
+            keys, values = both[0], both[-1]
         elif cache.dtype != query.dtype:  # as later chunks will see them
             keys, values = (round_like(part, cache.dtype) for part in (keys, values))
         group = query.shape[0] // keys.shape[0]
-        keys, values = (part.repeat_interleave(group, 0) if group > 1 else part for part in (keys, values))
+        keys, values = (_repeat_heads(part, group) for part in (keys, values))
         if params.softcap is not None or params.sinks is not None:
             return _attend_explicitly(query, keys, values, plan.mask, params)
         seen = scaled_dot_product_attention(
@@ -159,23 +161,30 @@ class TorchAttention:
         return seen[0].transpose(0, 1)
 
 
+def _repeat_heads(part: Tensor, times: int) -> Tensor:
+    """Give each of ``times`` query heads its KV head: a view where there is but one, as in a latent row."""
+    if len(part) == 1:
+        return part.expand(times, -1, -1)
+    return part.repeat_interleave(times, 0) if times > 1 else part
+
+
 def _cache_rows(rows: PagedRows, cache: Tensor) -> Tensor:
     """Return the cache rows of head_dim for layer 0's keys, then values, of each row and head; int64, flat."""
-    _, layers, _, heads, height, _ = cache.shape
-    base = rows.blocks * (layers * 2 * heads * height) + rows.offsets
+    _, layers, parts, heads, height, _ = cache.shape
+    base = rows.blocks * (layers * parts * heads * height) + rows.offsets
     keys = base[:, None] + torch.arange(heads, device=base.device) * height
-    return torch.cat((keys, keys + heads * height)).view(-1)
+    return torch.cat([keys + part * heads * height for part in range(parts)]).view(-1)
 
 
 def _cache_pieces(table: Tensor, cache: Tensor) -> Tensor:
     """Return indices of layer 0's pieces [block_rows, head_dim]: [2 (keys, values), ..., kv_heads, blocks], flat.
 
-    ``table`` is [..., blocks].
+    ``table`` is [..., blocks]. Of latent rows there is one part.
     """
-    _, layers, _, heads, _, _ = cache.shape
+    _, layers, parts, heads, _, _ = cache.shape
     across = torch.arange(heads, device=table.device)[:, None]
-    keys = (table * (layers * 2 * heads))[..., None, :] + across
-    return torch.stack((keys, keys + heads)).view(-1)
+    keys = (table * (layers * parts * heads))[..., None, :] + across
+    return torch.stack([keys + part * heads for part in range(parts)]).view(-1)
 
 
 def _make_decode_group(

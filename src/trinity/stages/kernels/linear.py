@@ -16,7 +16,9 @@ LRU_CACHE_CAPACITY or ONEDNN_PRIMITIVE_CACHE_CAPACITY.
 
 from __future__ import annotations
 
+import inspect
 import os
+import re
 import time
 from collections.abc import Callable
 from functools import cache
@@ -26,15 +28,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trinity.stages.attention.latent import expands_latents
 from trinity.stages.kernels import small_batch_gemm
 from trinity.stages.kernels.admission import is_known_module
 from trinity.stages.kernels.huge_pages import use_huge_pages
 from trinity.stages.kernels.known_sources import LayerPart
 from trinity.stages.kernels.small_batch_gemm import SmallBatchGemm
+from trinity.stages.kernels.swaps import find_own_class
 
 _ROWS, _INPUTS, _OUTPUTS = 16, 512, 1024
 _GEMM_TRIAL = (8, 768, 2048, 6)  # rows, inputs, outputs, and enough weights that none stays in a cache
 _REPEATS = 9
+_READ_WEIGHT = re.compile(r"self\.(\w+)\.weight\b(?!\.(?:dtype|device|shape|size))")
 KERNELS_KEPT = 256
 _WORTH_IT, _AS_GOOD = 0.9, 1.0
 
@@ -74,16 +79,37 @@ def use_onednn(model: Any) -> None:
 def pack_weights(model: Any) -> None:
     """Pack the weights of the linear layers of ``model`` on a CPU, if products of few rows are then faster.
 
-    The plain weights are freed; embeddings tied to them keep theirs.
+    The plain weights are freed; embeddings tied to them keep theirs. Layers whose weights somebody else reads stay
+    plain: projections of latents, and what the code around them takes the ``weight`` of, as some routers do.
     """
     module: Any
+    kept = _find_read_weights(model)
     for module in _find_linears(model):
-        if _is_packing_faster(module.weight.dtype):
+        if _is_packing_faster(module.weight.dtype) and not (module in kept or expands_latents(module)):
             module.packed = _pack_weight(module.weight)
             module.gemm = _make_gemm(module)
             module.weight = nn.Parameter(torch.empty_like(module.weight, device="meta"), requires_grad=False)
             module.__class__ = PackedLinear
     use_huge_pages([_address(module.packed) for module in model.modules() if isinstance(module, PackedLinear)])
+
+
+def _find_read_weights(model: Any) -> set[Any]:
+    """Find the modules whose ``weight`` the class around them reads by name."""
+    return {
+        child
+        for module in model.modules()
+        for name, child in module.named_children()
+        if name in _list_read_names(find_own_class(module))
+    }
+
+
+@cache
+def _list_read_names(kind: Any) -> frozenset[str]:
+    """List the attributes whose ``weight`` the source of a class names; none where there is no source."""
+    try:
+        return frozenset(_READ_WEIGHT.findall(inspect.getsource(kind)))
+    except (OSError, TypeError):
+        return frozenset()
 
 
 def count_packed_bytes(model: Any) -> int:

@@ -20,6 +20,8 @@ from torch import Tensor
 from trinity.core.messages import MediaSpan
 from trinity.errors import StageError, UnsupportedModel
 from trinity.preprocess.media_kinds import kind_names
+from trinity.stages.attention.kv_rows import KvRow
+from trinity.stages.attention.latent import find_latent_width
 
 MediaInputs = Mapping[str, Tensor]
 
@@ -78,6 +80,17 @@ class ModelAdapter:
         text = self.text_config
         heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
         return heads, getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+
+    @property
+    def kv_row(self) -> KvRow:
+        """Row of a token in one layer of the KV cache, by the config: keys and values, or a latent row."""
+        return self.latent_row or KvRow(2, *self.kv_heads)
+
+    @property
+    def latent_row(self) -> KvRow | None:
+        """The row of latent attention; None without it."""
+        widths = find_latent_width(self.text_config)
+        return None if widths is None else KvRow(1, 1, sum(widths))
 
     @property
     def vision_states(self) -> int | Sequence[int] | None:

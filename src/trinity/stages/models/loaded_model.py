@@ -16,10 +16,12 @@ from trinity.memory.cache_config import KvDtype
 from trinity.memory.devices import ENCODE_BYTES
 from trinity.memory.weight_digests import LoadedFiles
 from trinity.stages.attention.fp8 import FP8
-from trinity.stages.attention.interface import AttentionBackend, PagedBatch, StopAfterWrite
+from trinity.stages.attention.interface import AttentionBackend, PagedBatch, StopAfterWrite, attending
+from trinity.stages.attention.kv_rows import KvRow
 from trinity.stages.batch import RaggedBatch
 from trinity.stages.kernels.linear import count_packed_bytes
 from trinity.stages.models.base import MediaInputs, ModelAdapter
+from trinity.stages.models.whole_forward import run_model
 from trinity.stages.uploads import upload
 
 ENCODE_PIECE = 3 << 19  # pixel values that a CPU encodes together: four images of 336 x 336
@@ -71,6 +73,9 @@ class LoadedModel:
     - ``vision`` (None): part for the letter E.
     - ``language`` (None): part for P and D.
     - ``files`` (()): of the checkpoint, as they were when it was loaded.
+    - ``kv_row`` (None): what the KV cache holds of a token in one layer, as surveyed; None: by the adapter.
+    - ``whole`` (False): the text model runs by the whole model's own forward, head included: nobody has said that its
+      parts make no difference.
 
     Each part is a transformers model of the checkpoint's own class without the other parts' weights. Parts may be
     shared by several LoadedModels of one process and called from several threads.
@@ -86,6 +91,8 @@ class LoadedModel:
     vision: Any = None
     language: Any = None
     files: LoadedFiles = ()
+    kv_row: KvRow | None = None
+    whole: bool = False
 
     @property
     def multimodal(self) -> bool:
@@ -122,10 +129,13 @@ class LoadedModel:
         return BlockShape(IMAGE, (rows, width), self.dtype)
 
     def kv_shape(self, block: int = 16, kv_dtype: KvDtype = "auto") -> BlockShape:
-        """Return the KV block of ``block`` tokens: [layers, 2, kv_heads, block, head_dim]."""
-        heads, width = self.adapter.kv_heads
+        """Return the KV block of ``block`` tokens: [layers, 2, kv_heads, block, head_dim], or of latent rows.
+
+        These are [layers, 1, 1, block, rank + rotated width].
+        """
+        parts, heads, width = self.kv_row or self.adapter.kv_row
         dtype = self.dtype if kv_dtype == "auto" else FP8
-        return BlockShape(KV, (self.adapter.text_config.num_hidden_layers, 2, heads, block, width), dtype)
+        return BlockShape(KV, (self.adapter.text_config.num_hidden_layers, parts, heads, block, width), dtype)
 
     @property
     def encode_piece(self) -> int:
@@ -171,6 +181,18 @@ class LoadedModel:
         Writes the batch's keys and values into ``kv`` [blocks, layers, 2, kv_heads, block_rows, head_dim] and reads
         features from ``image`` [blocks, rows, width].
         """
+        paged = PagedBatch(batch.rows, kv, backend, batch.sampled, batch.last)
+        with attending(paged):
+            return self._run_whole(batch, paged) if self.whole else self._run_text(batch, paged, image)
+
+    def _run_whole(self, batch: RaggedBatch, paged: PagedBatch) -> Tensor:
+        """Run the whole model over ids, as ``generate()`` does."""
+        kept = {} if batch.last is None else {"logits_to_keep": batch.last}
+        output = run_model(self.language, batch.ids[None], batch.position_ids, paged, **kept)
+        logits: Tensor = output.logits[0]
+        return logits if batch.last is None or len(logits) == len(batch.last) else logits[batch.last]
+
+    def _run_text(self, batch: RaggedBatch, paged: PagedBatch, image: Tensor | None) -> Tensor:
         text = self.adapter.language(self.language)
         embeds, further = self._embed(text.get_input_embeddings()(batch.ids), batch, image)
         try:
@@ -178,7 +200,7 @@ class LoadedModel:
                 inputs_embeds=embeds[None],
                 position_ids=batch.position_ids,
                 use_cache=False,
-                trinity_batch=PagedBatch(batch.rows, kv, backend, batch.sampled, batch.last),
+                trinity_batch=paged,
                 **further,
             )
         except StopAfterWrite:

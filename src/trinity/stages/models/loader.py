@@ -7,6 +7,7 @@ import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from trinity.memory.weight_digests import LoadedFiles, are_only_touched, identif
 from trinity.memory.weight_shelf import Turn, take_turn
 from trinity.preprocess.checkpoint import check_elements, read_config
 from trinity.stages.attention.interface import PAGED_ATTENTION, register_attention
+from trinity.stages.attention.kv_rows import KvRow
+from trinity.stages.attention.latent import watch_expansions
 from trinity.stages.kernels.admission import is_known
 from trinity.stages.kernels.decoder_layers import fuse_decoder_layers
 from trinity.stages.kernels.encoder_elementwise import fuse_encoder_elementwise
@@ -43,6 +46,7 @@ from trinity.stages.models.quantization import (
 )
 from trinity.stages.models.registry import HOW_TO_ADD, find_adapter, is_known_text
 from trinity.stages.models.shared_parts import fill_part, move_part
+from trinity.stages.models.whole_forward import survey_rows
 
 logger = logging.getLogger("trinity")
 LONG_LOAD_BYTES = 256 << 20  # of weights: reading them takes long enough for a bar
@@ -95,10 +99,28 @@ def load_model(
         held = {name: _part(directory, name, kind, place, packed, files, shelf) for name in names}
         _check_unchanged(directory, files, _fingerprint(directory, kind) == fingerprint)
         model = LoadedModel(directory, letters, config, adapter, kind, place, fingerprint, **held, files=files)
+        model = _survey(model)
         if not known and model.language is not None and not getattr(model.language, "trinity_checked", False):
             self_check(model)
             model.language.trinity_checked = True
     return model
+
+
+def _survey(model: LoadedModel) -> LoadedModel:
+    """Have a text model that nobody listed run whole, over a cache of what its layers attend with.
+
+    Raises ``UnsupportedModel`` if its attention cannot be paged.
+    """
+    if model.language is None or model.multimodal or is_known_text(model.adapter):
+        return model
+    found: KvRow | None = getattr(model.language, "trinity_row", None)
+    if found is None:
+        try:
+            found = survey_rows(model.language, model.adapter, model.device)
+        except Exception as exc:
+            raise UnsupportedModel(f"{model.config.model_type!r} cannot be served: {exc}") from exc
+        model.language.trinity_row = found
+    return replace(model, kv_row=found, whole=True)
 
 
 def _check_unchanged(directory: Path, files: LoadedFiles, same: bool) -> None:
@@ -288,6 +310,7 @@ def _fit_part(model: Any, adapter: ModelAdapter, name: str) -> None:
     """Have the part use paged attention, and leave out what no output depends on."""
     if name == "language":
         set_attention(model, adapter, PAGED_ATTENTION)
+        watch_expansions(adapter.language(model))
         if is_known_text(adapter):
             skip_unsampled_rows(adapter.language(model), adapter.deepstack)
     elif adapter.vision_states is not None and is_known(LayerPart.IMAGE_FEATURES, type(model.base_model)):

@@ -1,0 +1,121 @@
+"""Latent attention (DeepSeek's MLA) over one compressed row per token and layer.
+
+transformers' modules compute a latent of each token, rotate a part of the key that all heads share, expand the latent
+to keys and values of each head by one projection, and call the attention interface with these. Here the cache holds the
+latent and the rotated part, as the model itself caches them. Queries go through the projection's key half, so that they
+meet latent rows as they lie; what is read goes through its value half. That is the same sum in another order.
+
+The latent is what the projection was given: a hook keeps it until the layer's attention is called, right after.
+"""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trinity.errors import UnsupportedModel
+
+_EXPANSION = "trinity_expansion"
+_WIDTHS = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim")
+_given = threading.local()  # latent: the newest projection of this thread and what it was given
+
+
+@dataclass(frozen=True, slots=True)
+class Expansion:
+    """Expansion of a layer's latent rows to heads.
+
+    - ``name``: of the projection among the layer's modules, [heads * (plain + value), rank].
+    - ``heads``, ``rank``: query heads, and width of a latent.
+    - ``plain``: width of a head's key without its rotated part, which comes behind it.
+    - ``value``: width of a head's value.
+    """
+
+    name: str
+    heads: int
+    rank: int
+    plain: int
+    value: int
+
+
+def find_latent_width(text: Any) -> tuple[int, int] | None:
+    """Return the widths of a latent and of the rotated part by a text model's config; None without latent attention."""
+    rank, rope, plain = (getattr(text, name, None) or 0 for name in _WIDTHS)
+    return (rank, rope) if rank and rope and plain else None
+
+
+def watch_expansions(model: Any) -> int:
+    """Have each attention layer with latents, known by its shape, keep what it expands; returns how many have some."""
+    found = 0
+    for layer in model.modules():
+        expansion = _find_expansion(layer)
+        if expansion is not None:
+            setattr(layer, _EXPANSION, expansion)
+            getattr(layer, expansion.name).register_forward_pre_hook(_keep_latent)
+            found += 1
+    return found
+
+
+def expands_latents(projection: Any) -> bool:
+    """Tell if queries are to go through the weights of this projection, which must stay as they are."""
+    return _keep_latent in projection._forward_pre_hooks.values()
+
+
+def _find_expansion(layer: Any) -> Expansion | None:
+    config: Any = getattr(layer, "config", None)
+    widths = None if config is None or not hasattr(layer, "layer_idx") else find_latent_width(config)
+    if widths is None:
+        return None
+    heads, plain, value = config.num_attention_heads, config.qk_nope_head_dim, config.v_head_dim
+    wanted = (widths[0], heads * (plain + value))
+    for name, child in layer.named_children():
+        if (getattr(child, "in_features", None), getattr(child, "out_features", None)) == wanted:
+            return Expansion(name, heads, widths[0], plain, value)
+    return None
+
+
+def _keep_latent(projection: Any, given: Any) -> None:
+    _given.latent = (projection, given[0])
+
+
+def compress_rows(layer: Any, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    """Compress expanded queries and keys [1, heads, T, plain + rotated] to what meets in a cache of latent rows.
+
+    Returns queries [T, heads, rank + rotated] and rows [T, 1, rank + rotated]. Raises ``UnsupportedModel`` if the layer
+    did not expand its keys from a latent by the projection that was found.
+    """
+    expansion: Expansion | None = getattr(layer, _EXPANSION, None)
+    latent = None if expansion is None else _take_latent(getattr(layer, expansion.name))
+    if expansion is None or latent is None:
+        raise UnsupportedModel(
+            f"{type(layer).__name__} is to cache latents, and expands none by a projection of their width"
+        )
+    plain = expansion.plain
+    rows = torch.cat((latent.reshape(-1, expansion.rank), key[0, 0, :, plain:]), -1)[:, None]
+    to_key, _ = _read_weights(layer, expansion, query.dtype)
+    return torch.cat((query[0, ..., :plain] @ to_key, query[0, ..., plain:]), -1).transpose(0, 1), rows
+
+
+def expand_result(layer: Any, seen: Tensor) -> Tensor:
+    """Expand what was read of latent rows, [T, heads, rank + rotated], to values of each head: [T, heads, value]."""
+    expansion: Expansion = getattr(layer, _EXPANSION)
+    _, to_value = _read_weights(layer, expansion, seen.dtype)
+    return (seen[..., : expansion.rank].transpose(0, 1) @ to_value.transpose(1, 2)).transpose(0, 1)
+
+
+def _take_latent(projection: Any) -> Tensor | None:
+    """Take what ``projection`` was given in this call of its layer; None if it was not called."""
+    owner, latent = getattr(_given, "latent", (None, None))
+    _given.latent = (None, None)
+    return latent if owner is projection else None
+
+
+def _read_weights(layer: Any, expansion: Expansion, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Read the halves of the projection: [heads, plain, rank] for keys and [heads, value, rank] for values."""
+    projection = getattr(layer, expansion.name)
+    dense: Tensor = projection.to_dense() if hasattr(projection, "to_dense") else projection.weight
+    each = dense.to(dtype).view(expansion.heads, expansion.plain + expansion.value, expansion.rank)
+    return each[:, : expansion.plain], each[:, expansion.plain :]

@@ -1,0 +1,44 @@
+"""A text model's whole forward, head included, over one ragged row; and a survey of what its layers cache."""
+
+from __future__ import annotations
+
+import inspect
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trinity.stages.attention.interface import PagedBatch, attending
+from trinity.stages.attention.kv_rows import KvRow, LayerSurvey, find_kv_row
+from trinity.stages.kernels.swaps import without_swaps
+from trinity.stages.models.base import ModelAdapter
+
+
+def run_model(model: Any, ids: Tensor, position_ids: Tensor, batch: PagedBatch | None, **further: Any) -> Any:
+    """Run ``model`` over ids and positions [1, T]; keywords that its forward does not take are left out."""
+    given = {"position_ids": position_ids, "use_cache": False, "trinity_batch": batch, **further}
+    kind: Any = type(model)
+    names = _list_keywords(kind)
+    return model(input_ids=ids, **{name: each for name, each in given.items() if names is None or name in names})
+
+
+@cache
+def _list_keywords(kind: Any) -> frozenset[str] | None:
+    """List the keywords that a model's forward takes; None: any."""
+    accepted = inspect.signature(kind.forward).parameters.values()
+    if any(each.kind is inspect.Parameter.VAR_KEYWORD for each in accepted):
+        return None
+    return frozenset(each.name for each in accepted)
+
+
+@torch.inference_mode()
+def survey_rows(model: Any, adapter: ModelAdapter, device: torch.device) -> KvRow:
+    """Find what the KV cache must hold of a token, by running one token through the text model ``model``.
+
+    Raises ``UnsupportedModel`` if its attention cannot be paged (``find_kv_row``).
+    """
+    survey, place = LayerSurvey(), torch.zeros((1, 1), dtype=torch.int64, device=device)
+    with without_swaps(model), attending(survey):
+        run_model(model, place, place, None)
+    return find_kv_row(survey, adapter.text_config.num_hidden_layers, adapter.latent_row)
