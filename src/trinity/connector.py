@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 import msgspec
 from msgspec.structs import replace
 
-from trinity.core.messages import IMAGE, KV, Failure, Pull, Pulled
+from trinity.core.messages import IMAGE, KV, STATE, Failure, Pull, Pulled
 from trinity.core.transfers import gigabytes_a_second, should_cut
 from trinity.errors import (
     ClosedError,
@@ -37,7 +37,7 @@ from trinity.transport.registry import make_transport
 logger = logging.getLogger("trinity")
 INLINE_DIGEST_BYTES = 4 << 20  # digests of fewer bytes take less time than a hand-over to a thread and back
 INLINE_KEYED_BYTES = 256 << 10  # the same of digests under a key, which take fifteen times as long
-BLOCK_KINDS = (IMAGE, KV)
+BLOCK_KINDS = (IMAGE, KV)  # each has a transport; states go as KV does, unless they have one of their own
 
 
 class Route(NamedTuple):
@@ -325,24 +325,24 @@ def make_routes(
     """Make the route of each kind of block. Raises ``ConfigError``."""
     if isinstance(transport, str):
         given = check_options(options)
-        return dict.fromkeys(
-            BLOCK_KINDS, Route(make_transport(transport, **given), timeout_s, verify, transport, given)
-        )
+        route = Route(make_transport(transport, **given), timeout_s, verify, transport, given)
+        return dict.fromkeys((*BLOCK_KINDS, STATE), route)
     if options:
         raise ConfigError("options= are for one transport that is given by name")
     if not isinstance(transport, Mapping):
-        return dict.fromkeys(BLOCK_KINDS, Route(transport, timeout_s, verify))
+        return dict.fromkeys((*BLOCK_KINDS, STATE), Route(transport, timeout_s, verify))
     for kind in BLOCK_KINDS:
         if kind not in transport:
             raise ConfigError(f"{kind} blocks have no transport: give one for each kind, {', '.join(BLOCK_KINDS)}")
     for kind in transport:
-        if kind not in BLOCK_KINDS:
-            raise UnknownName("kind of block", kind, BLOCK_KINDS)
+        if kind not in (*BLOCK_KINDS, STATE):
+            raise UnknownName("kind of block", kind, (*BLOCK_KINDS, STATE))
     made = {
         kind: each if isinstance(each, Connector) else Connector(each, timeout_s=timeout_s, verify=verify)
         for kind, each in transport.items()
     }
-    return {kind: connector.routes[kind] for kind, connector in made.items()}
+    routes = {kind: connector.routes[kind] for kind, connector in made.items()}
+    return {**routes, STATE: routes.get(STATE, routes[KV])}
 
 
 def check_options(options: Mapping[str, Any]) -> dict[str, Any]:

@@ -29,8 +29,8 @@ from trinity.remote.instance_setup import load_instance
 from trinity.remote.supervisor import make_setups
 from trinity.remote.wire import Setup, decode, encode
 from trinity.runtime import host, loader
-from trinity.runtime.host import block_shapes
 from trinity.runtime.loader import ServingConfig, load_instances
+from trinity.runtime.pool_shapes import block_shapes
 from trinity.stages.models import loader as weights
 from trinity.stages.models.loaded_model import LoadedModel
 from trinity.stages.models.loader import count_weight_bytes, load_model

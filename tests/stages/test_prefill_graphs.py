@@ -31,6 +31,7 @@ from trinity.stages.cuda_graphs import GraphCache, make_graph_cache
 from trinity.stages.decode_graphs import DecodeGraphs
 from trinity.stages.language import LanguageStage
 from trinity.stages.models import LoadedModel, load_model
+from trinity.stages.open_states import OpenStates
 from trinity.stages.prefill_graphs import PrefillGraphs, StepSize, pack_step
 from trinity.testing.checkpoints import ARCHITECTURES
 
@@ -145,9 +146,9 @@ def test_tokens_are_those_of_generate(name: str) -> None:
     eager = list[int]()
     own = driver.prefill._eager
 
-    def note(decodes: Decodes, chunks: Sequence[Chunk], group: int) -> Tensor:
+    def note(decodes: Decodes, chunks: Sequence[Chunk], group: int, states: OpenStates | None = None) -> Tensor:
         eager.append(len(chunks))
-        return own(decodes, chunks, group)
+        return own(decodes, chunks, group, states)
 
     driver.prefill._eager = note  # type: ignore[method-assign]
     for count in counts:

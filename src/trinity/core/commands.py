@@ -20,6 +20,7 @@ class Open(Value, frozen=True, kw_only=True):
     ``images[i]`` are the image-cache blocks of media item i (empty where its features are not needed, because
     cached KV covers it). ``cached`` tokens of the prompt are already in ``blocks``. ``tokens`` are the outputs
     so far: all KV but the last token's is then in ``blocks``; with ``again`` they are prefilled behind the prompt.
+    ``state``: its block of states, where the model's layers keep some.
     """
 
     work: Work
@@ -28,6 +29,7 @@ class Open(Value, frozen=True, kw_only=True):
     cached: int = 0
     tokens: tuple[int, ...] = ()
     again: bool = False
+    state: tuple[int, ...] = ()
 
 
 class Grow(Value, frozen=True):

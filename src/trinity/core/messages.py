@@ -32,6 +32,7 @@ from trinity.core.values import IMAGE as IMAGE
 from trinity.core.values import KV as KV
 from trinity.core.values import NOWHERE as NOWHERE
 from trinity.core.values import PREEMPTED as PREEMPTED
+from trinity.core.values import STATE as STATE
 from trinity.core.values import Failure as Failure
 from trinity.core.values import MediaSpan as MediaSpan
 from trinity.core.values import PeerEmpty as PeerEmpty
@@ -115,6 +116,7 @@ class Offer(Value, frozen=True, kw_only=True):
     all of it (``Caught``). ``copies``: ahead of a move, of blocks to be cached there, from which nothing goes on.
     ``tokens``: outputs that such blocks hold. ``target_epoch`` (None: any): life of the target that alone takes it.
     ``passed``: its first target had no room, and named this one, which had (``Release.to``); it does not name another.
+    ``state``: beside KV, the block of the request's states, where the model's layers keep some.
     """
 
     id: str
@@ -130,6 +132,7 @@ class Offer(Value, frozen=True, kw_only=True):
     tokens: tuple[int, ...] = ()
     target_epoch: int | None = None
     passed: bool = False
+    state: tuple[int, ...] = ()
 
 
 class Ready(Value, frozen=True):
@@ -137,7 +140,8 @@ class Ready(Value, frozen=True):
 
     Of KV (part 0), layers [layers[0], layers[1]) of blocks [blocks[0], blocks[1]) of the block table; None means all.
     ``again``: these blocks were written again after an earlier Ready and must be pulled again. ``digests``: one per
-    block, in order, where the transport verifies blocks; computing them took ``digest_s`` seconds.
+    block, in order, where the transport verifies blocks; computing them took ``digest_s`` seconds. ``state``: it is the
+    block of states alone that holds its content, once: as all prefill, or all decode, that changes it here is over.
     """
 
     id: str
@@ -147,6 +151,7 @@ class Ready(Value, frozen=True):
     again: bool = False
     digests: tuple[int, ...] = ()
     digest_s: float = 0.0
+    state: bool = False
 
 
 class Caught(Value, frozen=True):

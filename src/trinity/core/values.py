@@ -20,7 +20,7 @@ FRONTEND = "frontend"  # the name of the first front end: any other one has a co
 PREEMPTED = "preempted"  # reason of the end of a request that must be recomputed elsewhere
 NOWHERE = "Nowhere"  # cause of a failure: no instance has the next stage just now, as far as this one knows
 VIDEO = "video"  # a kind of media whose items are groups of frames
-IMAGE, KV = "image", "kv"  # the kinds of block built in; an audio cache is one more
+IMAGE, KV, STATE = "image", "kv", "state"  # the kinds of block built in; an audio cache is one more
 
 
 def is_frontend(name: str) -> bool:

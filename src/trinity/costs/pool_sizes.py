@@ -9,11 +9,12 @@ from typing import NamedTuple
 
 import msgspec
 
-from trinity.core.messages import IMAGE, KV
+from trinity.core.messages import IMAGE, KV, STATE
 from trinity.errors import ConfigError
 
 BESIDE_SHARE = 0.5  # of free memory, for weights that are there twice while one life follows another
 IMAGE_SHARE = 0.1  # of the memory left by the weights, where an instance has both pools
+KV_PER_STATE = 128  # KV blocks for each block of states: 2,048 tokens of each request that is there at once
 
 
 def size_pools(
@@ -22,18 +23,21 @@ def size_pools(
     weight_bytes: int,
     image_block_bytes: int | None,
     kv_block_bytes: int | None,
+    state_block_bytes: int | None = None,
     *,
     image_share: float = IMAGE_SHARE,
 ) -> dict[str, int]:
     """Compute the blocks of each pool of an instance.
 
     E and P hold images, P and D hold KV. Where an instance holds both, images get ``image_share`` of the memory left by
-    the weights, at least one block, and KV the rest.
+    the weights, at least one block, and KV the rest. States, of a model whose layers keep some, are with the KV: one
+    block for each ``KV_PER_STATE`` blocks of it, at least one.
 
     roles: letters of the instance's stages, such as "E" or "PD".
     memory_bytes (bytes): memory that the instance may use, weights included.
     weight_bytes (bytes): the weights.
-    image_block_bytes, kv_block_bytes (bytes): size of a block; None where the model has no such blocks.
+    image_block_bytes, kv_block_bytes, state_block_bytes (bytes): size of a block; None where the model has no such
+        blocks.
     image_share (share, 0.1): image cache's share of the free memory.
 
     Returns blocks by kind. Raises ``ConfigError``, with the bytes missing, where one block of each kind does not fit.
@@ -44,14 +48,22 @@ def size_pools(
         raise ConfigError(f"image_share must lie between 0 and 1, got {image_share!r}")
     needed = {IMAGE: image_block_bytes if set(roles) & {"E", "P"} else None}
     needed[KV] = kv_block_bytes if set(roles) & {"P", "D"} else None
+    needed[STATE] = state_block_bytes if set(roles) & {"P", "D"} else None
     block_bytes = {kind: size for kind, size in needed.items() if size is not None}
     free = memory_bytes - weight_bytes
     _check_room(roles, memory_bytes, weight_bytes, sum(block_bytes.values()))
     if len(block_bytes) < 2:
         return {kind: free // size for kind, size in block_bytes.items()}
-    most_images = (free - block_bytes[KV]) // block_bytes[IMAGE]
-    images = min(max(1, int(free * image_share) // block_bytes[IMAGE]), most_images)
-    return {IMAGE: images, KV: (free - images * block_bytes[IMAGE]) // block_bytes[KV]}
+    pools: dict[str, int] = {}
+    if IMAGE in block_bytes:
+        beside = sum(size for kind, size in block_bytes.items() if kind != IMAGE)
+        most_images = (free - beside) // block_bytes[IMAGE]
+        pools[IMAGE] = min(max(1, int(free * image_share) // block_bytes[IMAGE]), most_images)
+        free -= pools[IMAGE] * block_bytes[IMAGE]
+    if STATE in block_bytes:
+        pools[STATE] = max(1, free // (block_bytes[STATE] + KV_PER_STATE * block_bytes[KV]))
+        free -= pools[STATE] * block_bytes[STATE]
+    return {**pools, KV: free // block_bytes[KV]}
 
 
 def _check_room(roles: str, memory_bytes: int, weight_bytes: int, least_bytes: int) -> None:

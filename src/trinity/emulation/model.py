@@ -170,6 +170,9 @@ class EmulatedModel(msgspec.Struct, frozen=True, kw_only=True):
         """Shape of an image block: [rows, words] of uint64; None for a model of text alone."""
         return BlockShape(IMAGE, (rows, self.words(IMAGE)), np.dtype(np.uint64)) if self.multimodal else None
 
+    def state_shape(self) -> None:
+        """None: an emulated model's layers keep no states."""
+
     def kv_shape(self, rows: int, kv_dtype: KvDtype = "auto") -> BlockShape:
         """Shape of a KV block: [layers, rows, words] of uint64; a group of layers is contiguous, as in a real model.
 

@@ -27,8 +27,9 @@ HUGE_FROM_BYTES = 4 << 20
 class BlockShape:
     """Shape of one block.
 
-    - ``kind``: "image" or "kv".
-    - ``shape``: [rows, width] for images; [layers, 2, kv_heads, rows, head_dim] for KV (block-major, head-major).
+    - ``kind``: "image", "kv" or "state".
+    - ``shape``: [rows, width] for images; [layers, 2, kv_heads, rows, head_dim] for KV (block-major, head-major);
+      [bytes] for the states of one request.
     - ``dtype``: torch's, or numpy's where no tensor is ever made of the blocks (emulated stages).
     """
 

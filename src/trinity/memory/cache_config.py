@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from trinity.core.messages import IMAGE, KV
+from trinity.core.messages import IMAGE, KV, STATE
 from trinity.errors import UnknownName
 from trinity.errors.arguments import Count, Whole, check_arguments
 
-_KINDS = (IMAGE, KV)
+_KINDS = (IMAGE, KV, STATE)
 KvDtype = Literal["auto", "fp8_e4m3"]
 
 
@@ -19,7 +19,8 @@ KvDtype = Literal["auto", "fp8_e4m3"]
 class CacheConfig:
     """Sizes of the caches of every instance that sets none itself.
 
-    - ``pools`` (blocks by kind, None): for example ``{"image": 64, "kv": 1024}``.
+    - ``pools`` (blocks by kind, None): for example ``{"image": 64, "kv": 1024}``; "state" is for models whose layers
+      keep states, one block for each request at a time.
     - ``memory_bytes`` (bytes, None): memory of each instance, its weights included, that pools are sized for. With
       neither, pools are sized for the memory that is free.
     - ``image_block_size`` (rows of image features, 576): one block of the image cache.

@@ -22,10 +22,10 @@ import numpy as np
 from msgspec.structs import replace
 
 from trinity.core.messages import (
+    STATE,
     Fetched,
     Forget,
     Offer,
-    Part,
     PeerDown,
     Pull,
     Ready,
@@ -39,7 +39,7 @@ from trinity.memory.byte_ranges import layer_byte_range, list_units, tail_byte_r
 from trinity.memory.native import compute_digests, read_blocks
 
 Verify = Literal["always", "network", "never"]
-PieceKey = tuple[int, tuple[int, int] | None]  # a source block and its layers [first, end); None: all layers
+PieceKey = tuple[str, int, tuple[int, int] | None]  # kind, source block and its layers [first, end); None: all
 STALE_OFFERS_KEPT = 64  # ended offers whose blocks may still be remembered
 DIGEST_BYTES = 8  # digests travel as signed integers of 64 bits
 
@@ -183,7 +183,7 @@ class Digests:
         if isinstance(message, Offer):
             if len(self._offered) > STALE_OFFERS_KEPT + 2 * len(leased):
                 self._offered = {key: each for key, each in self._offered.items() if key in leased}
-            if message.kind in self._memories:
+            if message.kind in self._memories or (message.state and STATE in self._memories):
                 self._offered[message.id] = send.to, message
         elif isinstance(message, Ready) and message.id in self._offered:
             return self._with_digests(message)
@@ -210,7 +210,7 @@ class Digests:
         if pull.offer not in self._expected:
             return replace(pull, digests=())
         _, known, seconds = self._expected[pull.offer]
-        keys = [(block, self._normalize_layers(pull.kind, pull.layers)) for block in pull.source_blocks]
+        keys = [(pull.kind, block, self._normalize_layers(pull.kind, pull.layers)) for block in pull.source_blocks]
         self._expected[pull.offer] = (
             *self._expected[pull.offer][:2],
             0.0,
@@ -220,11 +220,13 @@ class Digests:
     def _with_digests(self, ready: Ready) -> Ready:
         started = time.perf_counter()
         target, offer = self._offered[ready.id]
-        blocks, tails = _list_blocks(offer.parts, ready)
-        there = self._take_ahead(target, offer)
+        kind, blocks, tails = _list_blocks(offer, ready)
+        if kind not in self._memories:
+            return ready
+        there = 0 if ready.state else self._take_ahead(target, offer)
         blocks, tails = blocks[there:], {place - there: tail for place, tail in tails.items()}
-        sealed = self._seal(offer.kind, ready.id, blocks)
-        found = digest_rows(self._memories[offer.kind], blocks, ready.layers, tails, sealed, self._advance)
+        sealed = self._seal(kind, ready.id, blocks)
+        found = digest_rows(self._memories[kind], blocks, ready.layers, tails, sealed, self._advance)
         return replace(ready, digests=tuple(found), digest_s=time.perf_counter() - started)
 
     def _take_ahead(self, target: str, offer: Offer) -> int:
@@ -245,10 +247,10 @@ class Digests:
 
     def _expect(self, ready: Ready) -> None:
         offer, known, seconds = self._expected[ready.id]
-        layers = self._normalize_layers(offer.kind, ready.layers)
-        blocks, _ = _list_blocks(offer.parts, ready)
+        kind, blocks, _ = _list_blocks(offer, ready)
+        layers = self._normalize_layers(kind, ready.layers)
         last = blocks[len(blocks) - len(ready.digests) :]  # those ahead of them went ahead, or none is verified
-        known.update(zip(((block, layers) for block in last), ready.digests, strict=True))
+        known.update(zip(((kind, block, layers) for block in last), ready.digests, strict=True))
         self._expected[ready.id] = (offer, known, seconds + ready.digest_s)
 
     def _normalize_layers(self, kind: str, layers: tuple[int, int] | None) -> tuple[int, int] | None:
@@ -257,12 +259,15 @@ class Digests:
         return None if memory is None or layers == (0, memory.shape.shape[0]) else layers
 
 
-def _list_blocks(parts: Sequence[Part], ready: Ready) -> tuple[list[int], dict[int, int]]:
-    """List the source blocks that ``ready`` names, in order, and the rows of those that are not full, by place."""
+def _list_blocks(offer: Offer, ready: Ready) -> tuple[str, list[int], dict[int, int]]:
+    """List the source blocks that ``ready`` names, with their kind, and the rows of those not full, by place."""
+    if ready.state:
+        return STATE, list(offer.state), {}
     blocks: list[int] = []
     tails: dict[int, int] = {}
+    parts = offer.parts
     for part in [parts[0]] if ready.blocks is not None else [parts[number] for number in ready.parts]:
         blocks += part.blocks if ready.blocks is None else part.blocks[slice(*ready.blocks)]
         if part.tail and part.blocks and (ready.blocks is None or ready.blocks[1] == len(part.blocks)):
             tails[len(blocks) - 1] = part.tail
-    return blocks, tails
+    return offer.kind, blocks, tails

@@ -6,7 +6,7 @@ import os
 import sys
 from pathlib import Path
 
-STATE, START = 0, 19  # places in /proc/PID/stat behind the name, which may hold anything
+STATUS, START = 0, 19  # places in /proc/PID/stat behind the name, which may hold anything
 ZOMBIES = ("Z", "X")  # a zombie's memory is gone, once its other threads are
 OWN_THREAD = Path("/proc/thread-self")
 INHERITED_STATUS = (
@@ -84,7 +84,7 @@ def _read_fields(process: int) -> list[str]:
 
 def _is_ending(process: int, fields: list[str]) -> bool:
     """True for a zombie without other threads: until those have ended, they may write."""
-    if fields[STATE] not in ZOMBIES:
+    if fields[STATUS] not in ZOMBIES:
         return False
     try:
         return len(os.listdir(f"/proc/{process}/task")) <= 1

@@ -20,6 +20,7 @@ from trinity.core.messages import (
     FRONTEND,
     IMAGE,
     KV,
+    STATE,
     Close,
     Collect,
     Collected,
@@ -40,7 +41,7 @@ from trinity.emulation.model import EmulatedModel
 from trinity.emulation.stages import build_emulated_stages
 from trinity.errors import ConfigError
 from trinity.instance import Instance, split_cores
-from trinity.memory.block_memory import BlockMemory, BlockShape
+from trinity.memory.block_memory import BlockMemory
 from trinity.memory.cache_config import CacheConfig
 from trinity.memory.device_blocks import warm_up_blocks
 from trinity.memory.devices import use_device
@@ -53,6 +54,7 @@ from trinity.runtime.exit_hook import end_at_exit
 from trinity.runtime.feature_copies import copy_features
 from trinity.runtime.lane import Lane
 from trinity.runtime.mailbox import Mailbox
+from trinity.runtime.pool_shapes import check_pools
 from trinity.stages.attention.backends import make_backend
 from trinity.stages.base import Stage, StageSetup
 from trinity.timeline import Timeline
@@ -119,17 +121,6 @@ class LoadedInstance:
         self.__dict__.pop("model", None)
 
 
-def block_shapes(roles: str, model: LoadedModel | EmulatedModel, cache: CacheConfig) -> dict[str, BlockShape]:
-    """List the block shapes that these roles need, by kind: E has no KV cache, D no image cache (TriInfer 3.3, 4.4)."""
-    shapes: dict[str, BlockShape] = {}
-    image = model.image_shape(cache.image_block_size)
-    if set(roles) & {"E", "P"} and image is not None:
-        shapes[IMAGE] = image
-    if set(roles) & {"P", "D"}:
-        shapes[KV] = model.kv_shape(cache.kv_block_size, cache.kv_dtype)
-    return shapes
-
-
 def make_built_in_stages(setup: StageSetup, taken: str) -> list[Stage]:
     """Make trinity's stages for the roles that are not in ``taken``, the letters of the user's own stages."""
     from trinity.stages.cuda_graphs import make_graph_cache
@@ -146,22 +137,11 @@ def make_built_in_stages(setup: StageSetup, taken: str) -> list[Stage]:
         heads = setup.model.adapter.text_config.num_attention_heads
         backend = make_backend(setup.attention, kv.shape.shape, kv.shape.dtype, kv.tensor.device, heads)
         graphs = make_graph_cache(setup.model.device)
-        stage = LanguageStage(setup.model, kv, image, language, setup.observe, backend, graphs)
+        stage = LanguageStage(setup.model, kv, image, language, setup.observe, backend, graphs, setup.memory.get(STATE))
         if graphs is not None:
             stage.warm_up()
         made.append(stage)
     return made
-
-
-def check_pools(
-    spec: Instance, model: LoadedModel | EmulatedModel, pools: Mapping[str, int], cache: CacheConfig
-) -> dict[str, BlockShape]:
-    """Return the shapes of an instance's blocks. Raises ``ConfigError`` where a pool that it needs has none."""
-    shapes = block_shapes(spec.roles, model, cache)
-    missing = [kind for kind in shapes if pools.get(kind, 0) < 1]
-    if missing:
-        raise ConfigError(f"instance {spec.name} ({spec.roles}) needs at least one block of {', '.join(missing)}")
-    return shapes
 
 
 def build_instance(

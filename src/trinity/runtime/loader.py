@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
-from trinity.core.messages import IMAGE, KV
+from trinity.core.messages import IMAGE, KV, STATE
 from trinity.core.routing import RoutingPolicy
 from trinity.core.scheduler import BatchRules, latency_bound
 from trinity.core.transfers import TransferPolicy
@@ -32,7 +32,8 @@ from trinity.preprocess.checkpoint import check_directory
 from trinity.preprocess.media_limits import MediaLimits
 from trinity.preprocess.processor import RequestProcessor
 from trinity.preprocess.worker_processes import KillableProcessor
-from trinity.runtime.host import InstanceHost, LoadedInstance, Network, block_shapes, build_instance, check_pools
+from trinity.runtime.host import InstanceHost, LoadedInstance, Network, build_instance
+from trinity.runtime.pool_shapes import add_states, block_shapes, check_pools
 from trinity.runtime.profiler import predict_emulated_budgets, profile_budgets, profile_tables
 from trinity.timeline import Timeline
 from trinity.traces.trace import SLO
@@ -43,7 +44,7 @@ if TYPE_CHECKING:
 DEFAULT_CACHE_BYTES = 1 << 30  # at most, of an instance's pools on a CPU; an eighth of free memory if that is less
 SHIPPED_MODEL = "shapes"  # the name of the checkpoint that comes with trinity
 DEFAULT_BLOCKS = 8192  # at most, of each kind
-PROBE_BLOCKS = {IMAGE: 64, KV: 512}  # blocks of each kind in a copy that is only profiled
+PROBE_BLOCKS = {IMAGE: 64, KV: 512, STATE: 64}  # blocks of each kind in a copy that is only profiled
 DEFAULT_RULES = BatchRules()
 DEFAULT_TRANSFERS = TransferPolicy()
 DEFAULT_CACHE = CacheConfig()
@@ -286,13 +287,14 @@ def _choose_sizes(
 ) -> dict[str, int]:
     """``beside``: the other instances of this process on the same device, with the bytes of their weights."""
     if tenant.pools is not None:
-        return dict(tenant.pools)
+        return add_states(tenant.pools, block_shapes(spec.roles, model, config.cache))
     bytes_of = _block_bytes(config, model, spec.roles)
+    sizes = (bytes_of.get(IMAGE), bytes_of.get(KV), bytes_of.get(STATE))
     memory = tenant.memory_bytes
     if memory is not None:
-        return size_pools(spec.roles, memory, model.weight_bytes, bytes_of.get(IMAGE), bytes_of.get(KV))
+        return size_pools(spec.roles, memory, model.weight_bytes, *sizes)
     memory = model.weight_bytes + _default_pool_bytes(config, spec, model, beside)
-    sized = size_pools(spec.roles, memory, model.weight_bytes, bytes_of.get(IMAGE), bytes_of.get(KV))
+    sized = size_pools(spec.roles, memory, model.weight_bytes, *sizes)
     return {kind: min(count, DEFAULT_BLOCKS) for kind, count in sized.items()}
 
 

@@ -27,6 +27,7 @@ from trinity.stages.decode_graphs import DecodeGraphs
 from trinity.stages.host_rules import RuledRows, apply_host_rules
 from trinity.stages.models import LoadedModel
 from trinity.stages.open_request import OpenRequest
+from trinity.stages.open_states import OpenStates
 from trinity.stages.prefill_graphs import PrefillGraphs
 from trinity.stages.request_table import RequestTable
 from trinity.stages.sampler import Drawn, sample, sample_greedy
@@ -39,13 +40,26 @@ LogitsObserver = Callable[[str, int, Tensor], None]
 
 @dataclass(frozen=True, slots=True)
 class StepRows:
-    """Rows of one step: ``sampled``, of these ``slots``, get a token; ``requests`` are the ids of all."""
+    """Rows of one step: ``sampled``, of these ``slots``, get a token; ``requests`` are the ids of all.
+
+    ``sampled`` begins with the requests of ``decodes``; ``filled`` are those of ``chunks``.
+    """
 
     decodes: Decodes
     chunks: list[Chunk]
     sampled: list[OpenRequest]
     slots: np.ndarray
     requests: AbstractSet[str]
+    filled: Sequence[OpenRequest] = ()
+
+    def open_states(self) -> OpenStates:
+        """Begin with the states of all rows. Raises ``StageError`` if those of one are not where its row begins."""
+        decoded = self.sampled[: len(self.decodes.ids)]
+        ends = [(chunk.start, chunk.start + len(chunk.ids)) for chunk in self.chunks]
+        return OpenStates(
+            [*((row, end - 1, end) for row, end in zip(decoded, self.decodes.lengths.tolist(), strict=True))]
+            + [(row, *span) for row, span in zip(self.filled, ends, strict=True)]
+        )
 
 
 class LanguageStage:
@@ -58,6 +72,7 @@ class LanguageStage:
     - ``observe`` (None): called with (request, output index, logits [vocabulary]) of every sampled token.
     - ``backend`` (None): attention backend; None takes the best one for ``kv``.
     - ``graphs`` (None): CUDA graphs, for decodes and for steps with few prefill rows, if the backend can run in them.
+    - ``states`` (None): blocks of states, for a model whose layers keep some: without CUDA graphs and launches ahead.
 
     State of a request changes only when a step succeeds, so that ``forward`` can be repeated after a failure.
     """
@@ -71,11 +86,13 @@ class LanguageStage:
         observe: LogitsObserver | None = None,
         backend: AttentionBackend | None = None,
         graphs: GraphCache | None = None,
+        states: BlockMemory | None = None,
     ) -> None:
         self.model, self.kv, self.image, self.letters, self.observe = model, kv, image, letters, observe
+        self.states, graphs = states, graphs if states is None else None
         self._backend = backend or make_backend(AUTO, kv.shape.shape, kv.shape.dtype, kv.tensor.device)
         self._tokens, self._flight, self._copies = DeviceTokens(kv.tensor.device), deque[LaunchedStep](), HostCopies()
-        if kv.tensor.is_cuda:
+        if kv.tensor.is_cuda and states is None:
             self.launch = self.launch_on_device
         self._graphs: DecodeGraphs | None = None
         if graphs is not None and "D" in letters and getattr(self._backend, "supports_graphs", False):
@@ -151,7 +168,10 @@ class LanguageStage:
         # Earlier suspects stay: a chunk may succeed after one that left NaN.
         suspects = rows.requests - self._requests.suspects
         self._requests.suspects |= suspects
-        sampled = self._sample_rows(rows, self._logits(rows, step.group))
+        states = None if self.states is None else rows.open_states()
+        sampled = self._sample_rows(rows, self._logits(rows, step.group, states))
+        if states is not None:
+            states.commit()
         self._requests.suspects -= suspects
         return sampled
 
@@ -220,9 +240,9 @@ class LanguageStage:
         chunks = [row.chunk(prefill) for row, prefill in zip(filled, step.prefills, strict=True)]
         ended = [row for row, chunk in zip(filled, chunks, strict=True) if chunk.needs_logits]
         slots = np.concatenate((slots, table.slots_of(ended)))
-        return StepRows(decodes, chunks, decoded + ended, slots, requests | {row.request for row in filled})
+        return StepRows(decodes, chunks, decoded + ended, slots, requests | {row.request for row in filled}, filled)
 
-    def _logits(self, rows: StepRows, group: int) -> Tensor:
+    def _logits(self, rows: StepRows, group: int, states: OpenStates | None = None) -> Tensor:
         logits = None
         if self._graphs is not None and len(rows.decodes.ids):
             self._graphs.leave()
@@ -231,10 +251,10 @@ class LanguageStage:
         elif self._prefill_graphs is not None and not (group and self.on_layers is not None):
             logits = self._prefill_graphs.run(rows.decodes, rows.chunks)
         if logits is None:
-            return self._eager(rows.decodes, rows.chunks, group)
+            return self._eager(rows.decodes, rows.chunks, group, states)
         return logits if self.observe is None else logits.clone()  # the next step writes into the same memory
 
-    def _eager(self, decodes: Decodes, chunks: Sequence[Chunk], group: int) -> Tensor:
+    def _eager(self, decodes: Decodes, chunks: Sequence[Chunk], group: int, states: OpenStates | None = None) -> Tensor:
         batch = build_batch(decodes, chunks, self._block_rows, self.model.adapter.axes, self.kv.tensor.device)
         if self._requests.steps_in_flight and len(decodes.ids):
             own, slots = len(decodes.ids), upload(decodes.slots, batch.ids.device)
@@ -244,7 +264,10 @@ class LanguageStage:
         backend = self._backend
         if chunks and group and self.on_layers is not None:
             backend = LayerProgressAttention(self._backend, group, self.kv.shape.shape[0], self.on_layers)
-        logits = self.model.forward(batch, self.kv.tensor, image, backend)
+        held = None
+        if states is not None and self.states is not None:
+            held = states.begin(self.model, self.states.tensor, batch.rows)
+        logits = self.model.forward(batch, self.kv.tensor, image, backend, held)
         if isinstance(backend, LayerProgressAttention):
             backend.finish()
         return logits

@@ -339,6 +339,8 @@ class RequestTable:
             groups=groups,
             bans=make_bans(work),
             rules=make_host_rules(work, self.model.directory) if work.sampling.needs_host else None,
+            state=opening.state[0] if opening.state else -1,
+            state_at=opening.cached if opening.again or not opening.tokens else len(given) - 1,
         )
 
     def _placeholders(self, opening: Open, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -20,6 +20,7 @@ from trinity.core.instance.state import State
 from trinity.core.messages import (
     IMAGE,
     KV,
+    STATE,
     Collect,
     Collected,
     Forget,
@@ -33,6 +34,7 @@ from trinity.core.messages import (
 )
 from trinity.testing.conversation import Conversation, ends_lease_early
 from trinity.testing.fetch_rules import FetchRules
+from trinity.testing.holders import check_states, count_holders
 from trinity.testing.lives import Lives
 from trinity.testing.matchable import Matchable
 from trinity.testing.move_rules import FrontEnds, MoveRules, map_frontends
@@ -177,7 +179,8 @@ class Bookkeeping:
                 if lease is None and self._revoked & set(names):
                     continue  # the generation of its blocks tells the reader
                 assert lease is not None, f"{name}: no lease of {pull.offer} during its pull"
-                assert set(pull.source_blocks) <= set(lease.blocks), f"{name}: {pull} reads beyond its lease"
+                leased = dict(lease.by_kind).get(pull.kind, ())
+                assert set(pull.source_blocks) <= set(leased), f"{name}: {pull} reads beyond its lease"
 
 
 def _check_step(s: State, step: Step) -> None:
@@ -220,7 +223,8 @@ def _check_target(s: State, pull: Pull) -> None:
         return
     state = s.requests.get(pull.request)
     assert state is not None, f"{pull.request} is gone while {pull} runs"
-    held = state.block_table if pull.kind == KV else state.media[pull.part].blocks
+    tables = {KV: state.block_table, STATE: state.state_block}
+    held = tables[pull.kind] if pull.kind in tables else state.media[pull.part].blocks
     assert set(pull.target_blocks) <= set(held), f"{pull} writes blocks that {pull.request} does not hold"
     _check_unmatchable(s, pull.kind, pull.target_blocks)
 
@@ -248,10 +252,11 @@ def check_state(s: State) -> None:
     """Check that every block has one reference for each holder, and every request is in its phase's queue."""
     for kind, pool in s.pools.items():
         pool.check()
-        holders = _holders(s, kind)
+        holders = count_holders(s, kind)
         counts = {block: count for block in range(pool.size) if (count := pool.references(block))}
         assert counts == dict(holders), f"{s.settings.name}: {kind} references {counts}, holders {dict(holders)}"
     _check_places(s)
+    check_states(s)
     assert s.leaving == {request for request, state in s.requests.items() if state.ending is not None}
     assert count_in_flight(s.lanes).keys() <= s.requests.keys(), "a step has rows of a request that is gone"
     coming = Counter(s.requests[request].phase for request in s.incoming.values())
@@ -265,17 +270,6 @@ def check_state(s: State) -> None:
         assert incoming is not None, f"{request} is no target of {offer}"
         assert incoming.offer.id == offer, f"{request} is the target of {incoming.offer.id}, not {offer}"
         assert not incoming.released, f"{offer} is released and still known"
-
-
-def _holders(s: State, kind: str) -> Counter[int]:
-    holders: Counter[int] = Counter()
-    for state in s.requests.values():
-        holders.update(state.block_table if kind == KV else [block for slot in state.media for block in slot.blocks])
-    for lease in s.outgoing.values():
-        holders.update(lease.blocks if lease.kind == kind else ())
-    for fetch in s.prefix_fetches.values():
-        holders.update((*fetch.ahead, *fetch.places) if kind == KV else ())
-    return holders
 
 
 PHASE_QUEUES = {

@@ -9,7 +9,7 @@ from random import Random
 from typing import Any
 
 from trinity.core.instance.settings import Settings
-from trinity.core.messages import IMAGE, KV, Collect, Failure, LayersWritten, Pull, Step, Work
+from trinity.core.messages import IMAGE, KV, STATE, Collect, Failure, LayersWritten, Pull, Step, Work
 from trinity.core.scheduler import StepTime
 from trinity.placement import Placement
 
@@ -76,7 +76,7 @@ def make_settings(placement: str | Placement, pools: Mapping[str, int], **common
     result = []
     for name, roles in parsed.instances():
         kinds = {IMAGE} & set(pools) if set(roles) & set("EP") else set()
-        kinds |= {KV} if set(roles) & set("PD") else set()
+        kinds |= {KV, STATE} & set(pools) if set(roles) & set("PD") else set()
         own = dict(common)
         if "E" not in roles or roles == "E":
             own.pop("lanes", None)

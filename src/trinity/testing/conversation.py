@@ -15,6 +15,7 @@ from trinity.core.messages import (
     IMAGE,
     KV,
     PREEMPTED,
+    STATE,
     Cancel,
     Collect,
     Commit,
@@ -263,7 +264,7 @@ class Conversation:
             assert not transfer.committed, f"{message} again"
             whole = len(transfer.offer.parts)
             if transfer.offer.kind == KV:
-                whole = len(list_pieces(transfer, None, None))
+                whole = len(list_pieces(transfer, None, None)) + bool(transfer.offer.state)
             assert message.ending or len(transfer.ready) == whole, f"{message} before every part is ready"
             transfer.committed = True
         elif isinstance(message, Fetched):
@@ -291,7 +292,9 @@ class Conversation:
         transfer = self.transfers[message.id]
         assert not transfer.committed, f"{message} after Commit"
         pieces: set[object] = set(message.parts)
-        if transfer.offer.kind == KV:
+        if message.state and transfer.offer.state:
+            pieces = {STATE}
+        elif transfer.offer.kind == KV:
             pieces = set(list_pieces(transfer, message.layers, message.blocks))
         if message.again:
             assert pieces & transfer.ready, f"{message} takes back what was never ready"
@@ -335,16 +338,16 @@ class Conversation:
             self._pulls_home(name, pull)
             return
         transfer = self.transfers[pull.offer]
-        part = transfer.offer.parts[pull.part if pull.kind != KV else 0]
-        source, blocks = transfer.offer.source, part.blocks
+        part = transfer.offer.parts[0 if pull.kind in (KV, STATE) else pull.part]
+        source, blocks = transfer.offer.source, transfer.offer.state if pull.kind == STATE else part.blocks
         if part.holder:
             source, _, answer = self.fetched[f"{pull.offer}/{pull.part}"]
             blocks = answer.blocks
-        offered = (transfer.target, source, transfer.offer.kind)
+        offered = (transfer.target, source, STATE if pull.kind == STATE else transfer.offer.kind)
         assert (name, pull.source, pull.kind) == offered, f"{name} pulls what was not offered to it: {pull}"
         assert not self._is_over(name, pull.request), f"{pull} after the request's end"
         assert transfer.outcome is None, f"{pull} after Release"
-        pieces: set[object] = {pull.part}
+        pieces: set[object] = {STATE if pull.kind == STATE else pull.part}
         if pull.kind == KV:
             start = part.blocks.index(pull.source_blocks[0])
             pieces = set(list_pieces(transfer, pull.layers, (start, start + len(pull.source_blocks))))

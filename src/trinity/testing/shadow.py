@@ -15,6 +15,7 @@ from trinity.core.instance.state import Settings
 from trinity.core.messages import (
     IMAGE,
     KV,
+    STATE,
     Close,
     Collect,
     Collected,
@@ -99,7 +100,7 @@ class ShadowMemory(dict[tuple[str, str], ShadowPool]):
     def __missing__(self, key: tuple[str, str]) -> ShadowPool:
         name, kind = key
         own = self._settings[name]
-        rows = own.kv_block_size if kind == KV else own.image_block_size
+        rows = {KV: own.kv_block_size, STATE: 1}.get(kind, own.image_block_size)
         self[key] = made = ShadowPool(own.pools[kind], rows, own.layers if kind == KV else 1)
         return made
 
@@ -179,6 +180,7 @@ class Shadow:
         row = self._rows[key] = ShadowRow(opened, self.text(opened.work, opened.tokens))
         there = row.length + len(opened.tokens) - 1 if opened.tokens and not opened.again else opened.cached
         self._check_kv(name, row, there)
+        self._check_states(name, row, there)
 
     def _close(self, name: str, request: str) -> None:
         for (instance, _), flight in self._steps.items():
@@ -229,10 +231,12 @@ class Shadow:
                 row = self._rows[name, prefill.request]
                 tags = row.tags[prefill.start : prefill.start + prefill.length]
                 self._write_kv(name, prefill.request, prefill.start, tags)
+                self._write_states(name, row, prefill.start + prefill.length)
         for request in step.decodes:
             if request not in result.failed:
                 row = self._rows[name, request]
                 self._write_kv(name, request, len(row.tags) - 1, row.tags[-1:])
+                self._write_states(name, row, len(row.tags))
         for request, sampled in result.sampled.items():
             row = self._rows[name, request]
             row.tags.append(_next(row.tags, sampled.token, ()))
@@ -243,6 +247,7 @@ class Shadow:
                 continue
             row = self._rows[name, prefill.request]
             self._check_kv(name, row, prefill.start)
+            self._check_states(name, row, prefill.start)
             end = prefill.start + prefill.length
             for item, span in enumerate(row.opened.work.media):
                 if span.offset < end and span.end > prefill.start:
@@ -253,11 +258,22 @@ class Shadow:
             row = self._rows[name, request]
             assert len(row.tags) > row.length, f"{name} decodes {request} before its first token"
             self._check_kv(name, row, len(row.tags) - 1)
+            self._check_states(name, row, len(row.tags) - 1)
 
     def _check_kv(self, name: str, row: ShadowRow, end: int) -> None:
         there = self.memory[name, KV].read(row.blocks, 0, end)
         right = all(tags == row.tags[:end] for tags in there)
         assert right, f"{name}: the KV of {row.opened.work.request} before {end} is wrong"
+
+    def _check_states(self, name: str, row: ShadowRow, end: int) -> None:
+        """Check that its block holds the states behind its first ``end`` positions; before 0 there are none."""
+        if end and row.opened.state:
+            there = self.memory[name, STATE].read(row.opened.state, 0, 1)
+            assert there == [row.tags[end - 1 : end]], f"{name}: states before {end} are wrong"
+
+    def _write_states(self, name: str, row: ShadowRow, end: int) -> None:
+        if row.opened.state:
+            self.memory[name, STATE].write(row.opened.state, 0, [row.tags[end - 1 : end]])
 
     def _check_image(self, name: str, row: ShadowRow, item: int, span: MediaSpan) -> None:
         there = self.memory[name, IMAGE].read(row.opened.images[item], 0, span.tokens)

@@ -16,6 +16,7 @@ from trinity.core.instance.preemption import hold_features, recompute
 from trinity.core.instance.request_state import RequestState
 from trinity.core.instance.reservation import blocks_to_reserve, decode_headroom
 from trinity.core.instance.state import State
+from trinity.core.instance.state_blocks import has_state_room, hold_state
 from trinity.core.messages import IMAGE, KV, PREEMPTED, Open
 from trinity.core.migration.kv_target import cached_record
 from trinity.core.migration.target import ask_for_media
@@ -89,6 +90,8 @@ class Candidates:
                 self.uncovered.append(state)
                 continue
             hits = s.prefix_hits(state)
+            if not has_state_room(s, len(self.hits)):
+                return
             blocks = self._pin(request, KV, hits, blocks_to_reserve(s, state, s.prefill_blocks(state)) - len(hits))
             self.hits[request] = hits
             yield PrefillView(request, len(hits) * s.settings.kv_block_size, state.prefill_end, _atomic(state), blocks)
@@ -198,6 +201,7 @@ def _admit_prefill(s: State, request: str, hits: tuple[int, ...], now: float) ->
     state = s.requests[request]
     s.kv.hold(hits)
     state.hold_kv(hits + s.allocate(KV, blocks_to_reserve(s, state, s.prefill_blocks(state)) - len(hits)), len(hits))
+    hold_state(s, state)
     state.start_prefill(len(hits) * s.settings.kv_block_size)
     if state.incoming is not None and not state.incoming.released:
         state.record(cached_record(s, state.incoming.offer))
@@ -206,7 +210,13 @@ def _admit_prefill(s: State, request: str, hits: tuple[int, ...], now: float) ->
     tokens = tuple(state.tokens)
     again = bool(tokens)
     said = Open(
-        work=state.work, blocks=state.block_table, images=images, cached=state.prefill_start, tokens=tokens, again=again
+        work=state.work,
+        blocks=state.block_table,
+        images=images,
+        cached=state.prefill_start,
+        tokens=tokens,
+        again=again,
+        state=state.state_block,
     )
     s.open(state, said)
     s.move(state, Phase.PREFILLING, now)

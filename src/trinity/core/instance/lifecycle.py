@@ -6,6 +6,7 @@ from trinity.core.instance.helpers import call_off_all, tell_end
 from trinity.core.instance.phases import Phase
 from trinity.core.instance.request_state import COPIED, FEATURES_GONE, REFUSED, UNPULLED, RequestState
 from trinity.core.instance.state import State
+from trinity.core.instance.state_blocks import drop_state
 from trinity.core.messages import (
     ENCODED,
     IMAGE,
@@ -176,6 +177,7 @@ def drop_all(s: State, state: RequestState) -> None:
     if state.block_table:
         failed = state.ending is not None and state.ending.reason == "error"
         s.pools[KV].drop(reversed(state.block_table) if failed else state.block_table)
+    drop_state(s, state)
     s.close(state)
 
 

@@ -10,6 +10,7 @@ from trinity.core.instance.lifecycle import drop_media, end, queue_prefill
 from trinity.core.instance.phases import Phase
 from trinity.core.instance.request_state import RequestState
 from trinity.core.instance.state import State
+from trinity.core.instance.state_blocks import drop_state
 from trinity.core.messages import PREEMPTED
 from trinity.core.migration.kv_target import publish_kv
 
@@ -27,6 +28,7 @@ def preempt(s: State, state: RequestState, now: float) -> None:
     state.extend_prefill()
     publish_kv(s, state, written)
     s.kv.drop(reversed(state.block_table))  # the end is evicted first: what is left can be matched
+    drop_state(s, state)
     s.close(state)
     state.preempt()
     s.preemptions += 1

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from trinity.core.block_pool import Key
 from trinity.core.instance.decode_batch import DecodeBatch
+from trinity.core.instance.lease import Lease as Lease
 from trinity.core.instance.phases import SPAN, Phase
 from trinity.core.messages import IMAGE, KV, Collect, Commit, Failure, Fetched, Finished, MediaSpan, Offer, Ready, Work
 from trinity.core.migration.pull_progress import Piece, PullProgress
@@ -84,7 +85,7 @@ class RequestState:
 
     Its blocks and outputs:
 
-    - ``block_table``: its KV blocks in order; slot i of it belongs to position i.
+    - ``block_table``: its KV blocks in order; slot i of it belongs to position i. ``state_block``: of its states.
     - ``published_blocks``: how many of these, from the first on, are matchable in the prefix cache.
     - ``stored_tokens``: its outputs, except those that ``decode_batch`` still holds. ``tokens`` collects these first.
     - ``cached_tokens``: ``prefill_start`` of its first prefill, less what it has ``led``, as ``Finished`` reports it.
@@ -106,6 +107,7 @@ class RequestState:
     deadline: float = float("inf")
     media: list[MediaSlot] = field(default_factory=list)
     block_table: tuple[int, ...] = ()
+    state_block: tuple[int, ...] = ()
     keys: list[Key] = field(default_factory=list)
     published_blocks: int = 0
     prefill_start: int = 0
@@ -220,6 +222,10 @@ class RequestState:
         """Set its block table, whose first ``published`` blocks are in the prefix cache already."""
         self.block_table, self.published_blocks = blocks, published
 
+    def hold_state(self, blocks: tuple[int, ...]) -> None:
+        """Set the block of its states; none where it has none."""
+        self.state_block = blocks
+
     def grow(self, blocks: tuple[int, ...]) -> None:
         """Append KV blocks to its block table."""
         self.block_table += blocks
@@ -304,6 +310,7 @@ class IncomingTransfer:
     - ``fetched_parts``: answers of holders, by part.
     - ``caught``: its source was told that all is here.
     - ``lacks``: the named holder that had features no more.
+    - ``states``: of states that go with KV: "" (not there yet), ready, asked, here.
     """
 
     offer: Offer
@@ -328,28 +335,7 @@ class IncomingTransfer:
     fetched_parts: dict[int, Fetched] = field(default_factory=dict)
     caught: bool = False
     lacks: str = ""
-
-
-@dataclass(slots=True)
-class Lease:
-    """A lease on ``blocks`` for a transfer of which this instance is the source, from clock time ``since`` to Release.
-
-    ``attempt``, ``route`` and ``count`` (output tokens) go to the front end where the lease ends without a Release.
-    """
-
-    id: str
-    request: str
-    target: str
-    kind: str
-    blocks: tuple[int, ...]
-    since: float = 0.0
-    attempt: int = 0
-    route: tuple[str, ...] = ()
-    count: int = 0
-    copies: bool = False  # ahead of a move: its request decodes on meanwhile
-    offer: Offer | None = None  # and what it was told at the end: to be said again to another, if this one is lost
-    said: Commit | None = None
-    deadline: float = float("inf")
+    states: Literal["", "ready", "asked", "here"] = ""
 
 
 @dataclass(frozen=True, slots=True)

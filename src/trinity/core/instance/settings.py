@@ -7,6 +7,7 @@ from typing import Literal
 
 from trinity.core.scheduler import BatchRules
 from trinity.core.transfers import TransferPolicy
+from trinity.core.values import STATE
 from trinity.errors import ConfigError, UnknownName
 
 Reservation = Literal["full", "optimistic"]
@@ -17,7 +18,7 @@ RESERVATIONS: tuple[Reservation, ...] = ("full", "optimistic")
 class Settings:
     """An instance as its core sees it.
 
-    - ``pools``: blocks by kind.
+    - ``pools``: blocks by kind. With blocks of states there is no ``prefix_cache``: a state holds all of a text.
     - ``host`` (""): where it runs; instances of one name are on one host.
     - ``lanes`` (("joint",)): or ("vision", "language").
     - ``depth`` (1): steps in flight on a lane; with 2 the next one is decided while one runs (async scheduling).
@@ -49,6 +50,10 @@ class Settings:
     heartbeat_s: float = 1.0
     digest_keys: int = 512
     host: str = ""
+
+    def __post_init__(self) -> None:
+        if STATE in self.pools:
+            object.__setattr__(self, "prefix_cache", False)
 
     def is_other_life(self, epoch: int | None) -> bool:
         """True for the epoch of another life of this instance; None is any."""

@@ -16,6 +16,7 @@ from trinity.core.instance.phases import SPAN, Phase
 from trinity.core.instance.request_state import PASSED, RequestState
 from trinity.core.instance.reservation import blocks_to_reserve, decode_headroom
 from trinity.core.instance.state import State
+from trinity.core.instance.state_blocks import has_state_room
 from trinity.core.messages import KV, PeerUp
 from trinity.core.stage_needs import fitting
 
@@ -36,7 +37,7 @@ def has_room(s: State, blocks: int) -> bool:
         return False
     rules = s.settings.rules
     full = rules.limit_decodes and len(s.decoding) + s.arriving[Phase.KV_PULL] >= rules.token_budget
-    return not full and free_blocks(s) >= blocks
+    return not full and free_blocks(s) >= blocks and has_state_room(s)
 
 
 def count_need(s: State, state: RequestState) -> int:

@@ -301,7 +301,8 @@ class State:
 
     def lend(self, lease: Lease) -> None:
         """Begin a lease, with a reference of its own to each of its blocks."""
-        self.pools[lease.kind].hold(lease.blocks)
+        for kind, blocks in lease.by_kind:
+            self.pools[kind].hold(blocks)
         self.outgoing[lease.id] = lease
         self.watch_lease(lease.since)
 

@@ -9,9 +9,12 @@ from trinity.core.instance.phases import Phase
 from trinity.core.instance.request_state import IncomingTransfer, RequestState
 from trinity.core.instance.reservation import blocks_to_reserve, decode_headroom, recomputable
 from trinity.core.instance.state import State
-from trinity.core.messages import KV, Failure, Offer, Pull, Pulled, Ready
+from trinity.core.instance.state_blocks import has_state_room, hold_state
+from trinity.core.messages import KV, STATE, Failure, Offer, Pull, Pulled, Ready
 from trinity.core.migration.pull_progress import Piece, PullProgress
 from trinity.core.transfers import PullTimes, merge_records, overlap_ratio
+
+STATE_PULL = -1  # number of the pull of states; those of KV are counted from 0
 
 
 def reserve_kv(s: State, state: RequestState, now: float) -> bool:
@@ -25,10 +28,11 @@ def reserve_kv(s: State, state: RequestState, now: float) -> bool:
     text = len(offer.parts[0].blocks)
     total = text if offer.copies else blocks_to_reserve(s, state, text)
     hits = s.kv.match(s.prefix_keys(state))
-    if s.preempted or not s.kv.fits(total - len(hits) + decode_headroom(s), hits):
+    if s.preempted or not has_state_room(s) or not s.kv.fits(total - len(hits) + decode_headroom(s), hits):
         return False
     s.kv.hold(hits)
     state.hold_kv(hits + s.allocate(KV, total - len(hits)), len(hits))
+    hold_state(s, state)
     incoming = state.incoming
     assert incoming is not None
     incoming.progress = PullProgress(len(incoming.offer.parts[0].blocks), s.settings.layers, len(hits))
@@ -39,8 +43,12 @@ def reserve_kv(s: State, state: RequestState, now: float) -> bool:
 def queue_pieces(incoming: IncomingTransfer, event: Ready, now: float) -> None:
     """Queue a piece that is ready. With ``again``, earlier pieces of the same blocks are dropped from the queue.
 
-    Where all layers of the last block are ready at once, prefill has ended: its Commit is the next message.
+    Where all layers of the last block are ready at once, prefill has ended: its Commit is the next message. So it has
+    where the states are ready.
     """
+    if event.state:
+        incoming.states, incoming.prefill_ended_at = "ready", now
+        return
     whole = event.blocks is None or event.blocks[1] == len(incoming.offer.parts[0].blocks)
     if event.layers is None and whole and not event.again:
         incoming.prefill_ended_at = now
@@ -65,6 +73,26 @@ def pull_pieces(s: State, state: RequestState, now: float) -> None:
         incoming.largest_group = max(incoming.largest_group, piece.layers[1] - piece.layers[0])
         if piece.cells:
             _pull(s, state, incoming, piece, now)
+    if incoming.states == "ready":
+        _pull_states(s, state, incoming, now)
+
+
+def _pull_states(s: State, state: RequestState, incoming: IncomingTransfer, now: float) -> None:
+    """Pull the block of states, which is written no more."""
+    incoming.states = "asked"
+    if not state.pulls_in_flight:
+        incoming.busy_since = now
+    pull = Pull(
+        offer=incoming.offer.id,
+        part=STATE_PULL,
+        source=incoming.offer.source,
+        kind=STATE,
+        request=state.work.request,
+        source_blocks=incoming.offer.state,
+        target_blocks=state.state_block,
+        generation=incoming.offer.generation,
+    )
+    s.pull(state, pull)
 
 
 def _pull(s: State, state: RequestState, incoming: IncomingTransfer, piece: Piece, now: float) -> None:
@@ -95,10 +123,15 @@ def finish_piece(s: State, state: RequestState, event: Pulled, now: float) -> Fa
     incoming = state.incoming
     assert incoming is not None
     assert incoming.progress is not None
-    piece, since = incoming.kv_pulls.pop(event.part)
     if not state.pulls_in_flight:
         incoming.busy_s += now - incoming.busy_since
         incoming.last_pull_at = now
+    if event.part == STATE_PULL:
+        incoming.states = "here" if event.failure is None else "asked"
+        if event.record:
+            state.record(event.record)
+        return event.failure
+    piece, since = incoming.kv_pulls.pop(event.part)
     if event.record:
         _record(state, incoming, event.record)
     if event.failure is None:
@@ -141,6 +174,7 @@ def is_kv_here(s: State, state: RequestState) -> bool:
     incoming = state.incoming
     assert incoming is not None
     here = incoming.progress is not None and not incoming.progress.missing
+    here = here and (not incoming.offer.state or incoming.states == "here")
     if here and not incoming.ready_queue and (incoming.from_ended_steps or incoming.commit is not None):
         publish_kv(s, state, len(state.work.prompt))
     return here

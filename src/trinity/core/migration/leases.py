@@ -32,7 +32,8 @@ def handle_release(s: State, event: Release, now: float) -> None:
     s.renew_leases(lease.target, now)
     if event.outcome == PASSED and not offer_elsewhere(s, lease, event, now):
         _report_end(s, lease, nowhere(s, "D" if lease.kind == KV else "P"))
-    s.pools[lease.kind].drop(lease.blocks)
+    for kind, blocks in lease.by_kind:
+        s.pools[kind].drop(blocks)
     s.pull_cost = event.cost or s.pull_cost
     if event.outcome == PASSED:
         return
@@ -58,8 +59,9 @@ def take_back(s: State, lease: Lease) -> None:
     """End a lease without a Release: its target may still be reading these blocks."""
     del s.outgoing[lease.id]
     forget_skipped(s, lease)
-    s.revoked_blocks[lease.kind].update(lease.blocks)
-    s.pools[lease.kind].drop(lease.blocks)
+    for kind, blocks in lease.by_kind:
+        s.revoked_blocks[kind].update(blocks)
+        s.pools[kind].drop(blocks)
 
 
 def check_leases(s: State, now: float) -> None:

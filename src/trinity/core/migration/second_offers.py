@@ -122,11 +122,12 @@ def _lend_again(s: State, lease: Lease, offer: Offer, target: str, now: float, p
     left = None if lease.deadline == inf else max(0.0, lease.deadline - now)
     commit = replace(said, id=fresh.id, deadline_s=left)
     again = Lease(fresh.id, lease.request, target, lease.kind, lease.blocks, now, lease.attempt, route, lease.count)
-    again.offer, again.said, again.deadline = fresh, commit, lease.deadline
+    again.offer, again.said, again.deadline, again.state = fresh, commit, lease.deadline, lease.state
     s.lend(again)
     _say(s, offer.work, route, passed=passed)
     s.tombstones[lease.request] = Tombstone(target, lease.attempt, len(route), offer.work.owner)
-    for message in (fresh, Ready(fresh.id, tuple(range(len(fresh.parts)))), commit):
+    states = (Ready(fresh.id, (), state=True),) if fresh.state else ()
+    for message in (fresh, Ready(fresh.id, tuple(range(len(fresh.parts)))), *states, commit):
         s.send(target, message)
 
 

@@ -66,6 +66,7 @@ def handle_helped(s: State, event: Helped, now: float) -> None:
 def offer_kv(s: State, state: RequestState, now: float) -> None:
     """Offer the KV of a prefilled prompt to a decode instance, or commit the offer that streams it."""
     if state.kv_stream is not None:
+        announce_states(s, state)
         commit(s, state, now)
         return
     if open_offer(s, state, now, "D", KV, (kv_part(s, state),)):
@@ -84,6 +85,14 @@ def announce(s: State, state: RequestState, parts: tuple[int, ...]) -> None:
     assert state.outgoing is not None
     if parts:
         s.send(s.outgoing[state.outgoing].target, Ready(state.outgoing, parts))
+        announce_states(s, state)
+
+
+def announce_states(s: State, state: RequestState) -> None:
+    """Send Ready for the states that go with its KV: no step here changes them any more."""
+    lease = s.outgoing.get(state.outgoing or "")
+    if lease is not None and lease.state:
+        s.send(lease.target, Ready(lease.id, (), state=True))
 
 
 def open_offer(s: State, state: RequestState, now: float, letter: str, kind: str, parts: tuple[Part, ...]) -> bool:
@@ -113,9 +122,10 @@ def _find_holder(s: State, letter: str, work: Work) -> str:
 def lend_to(s: State, state: RequestState, now: float, target: str, kind: str, parts: tuple[Part, ...]) -> None:
     """Lease the blocks to this instance, and offer it the request."""
     moves = state.phase is Phase.MOVING
-    offer = _offer(s, state, target, kind, parts, moves=moves, tokens=tuple(state.tokens[:-1]) if moves else ())
+    told = {"moves": moves, "tokens": tuple(state.tokens[:-1]) if moves else ()}
+    offer = _offer(s, state, target, kind, parts, **told)
     lease = Lease(offer.id, state.work.request, target, kind, offer_blocks(offer), now, state.attempt, state.route)
-    lease.offer, lease.deadline = offer, state.deadline
+    lease.offer, lease.deadline, lease.state = offer, state.deadline, offer.state
     s.lend(lease)
     state.outgoing = offer.id
     s.send(target, offer)
@@ -154,6 +164,7 @@ def _offer(s: State, state: RequestState, target: str, kind: str, parts: tuple[P
         generation=s.generation,
         epoch=s.settings.epoch,
         target_epoch=s.router.peers[target].epoch,
+        state=state.state_block if kind == KV else (),
         **told,
     )
 

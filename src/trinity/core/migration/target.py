@@ -247,8 +247,12 @@ def _complete(s: State, state: RequestState, now: float) -> None:
     if state.phase is Phase.IMAGE_PULL:
         queue_prefill(s, state, now)
     else:
-        s.open(state, Open(work=state.work, blocks=state.block_table, tokens=tuple(state.tokens)))
+        s.open(state, _opened(state))
         s.start_decoding(state, now)
+
+
+def _opened(state: RequestState) -> Open:
+    return Open(work=state.work, blocks=state.block_table, tokens=tuple(state.tokens), state=state.state_block)
 
 
 def outlive_source(s: State, state: RequestState, now: float) -> bool:

@@ -243,7 +243,7 @@ def read_attention_params(module: Any, head_dim: int, asked: dict[str, Any]) -> 
         elif kind == "chunked_attention":
             span = module.config.attention_chunk_size
     return AttentionParams(
-        layer=module.layer_idx,
+        layer=kv_layer(module),
         scale=head_dim**-0.5 if scale is None else scale,
         window=window,
         span=span,
@@ -252,9 +252,15 @@ def read_attention_params(module: Any, head_dim: int, asked: dict[str, Any]) -> 
     )
 
 
+def kv_layer(module: Any) -> int:
+    """Return the index in the cache of an attention layer: those that keep states instead are not counted."""
+    found: int = getattr(module, "trinity_kv_layer", module.layer_idx)
+    return found
+
+
 def _fit(module: Any, query: Tensor, key: Tensor, value: Tensor, cache: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     layers, parts, heads, _, width = cache.shape[1:]
-    fitted = fit_rows(query, key, value, KvRow(parts, heads, width)) if module.layer_idx < layers else None
+    fitted = fit_rows(query, key, value, KvRow(parts, heads, width)) if kv_layer(module) < layers else None
     if fitted is None:
         shapes = [(part.shape[1], part.shape[3]) for part in (key, value)]
         raise UnsupportedModel(

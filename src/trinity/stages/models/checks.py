@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,17 +13,19 @@ from torch import Tensor
 from trinity.errors import UnsupportedModel
 from trinity.stages.attention.interface import LAYER_KINDS, PAGED_ATTENTION
 from trinity.stages.attention.torch_reference import TorchAttention
-from trinity.stages.batch import NO_DECODES, Chunk, Decodes, build_batch
+from trinity.stages.batch import NO_DECODES, Chunk, Decodes, RaggedBatch, build_batch
 from trinity.stages.kernels.probes import FAR_POSITIONS, find_limits
 from trinity.stages.kernels.swaps import drop_swaps, without_swaps
 from trinity.stages.models.base import ModelAdapter
 from trinity.stages.models.float32_forward import in_float32
 from trinity.stages.models.loaded_model import LoadedModel
 from trinity.stages.models.registry import HOW_TO_ADD, known_models
+from trinity.stages.models.state_probe import STATE_KINDS, STATELESS_KINDS, list_layer_kinds
+from trinity.stages.models.states import StateLayout, StateStep
 
 logger = logging.getLogger("trinity")
 
-_LENGTH, _CUT, _MOST_STARTS = 23, 9, 10
+_LENGTH, _CUT, _MOST_STARTS, _LEAST_STARTS = 23, 9, 10, 3
 _TOLERANCE = 1e-3  # relative to the largest logit; float32 is exact to about 1e-6
 _NOISES = 4.0  # the largest honest ratio of 68 text types is 1.08
 _LENGTH_DEPENDENT_ROPE = "longrope"
@@ -31,12 +34,12 @@ _LENGTH_DEPENDENT_ROPE = "longrope"
 def refuse_layers(adapter: ModelAdapter) -> None:
     """Raise ``UnsupportedModel`` if the config names layers or positions that a ragged paged batch cannot serve."""
     text = adapter.text_config
-    kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None) or ()
-    beyond = sorted({kind for kind in kinds if kind not in (*LAYER_KINDS, "attention")})
+    served = {*LAYER_KINDS, "attention", *STATE_KINDS, *STATELESS_KINDS}
+    beyond = sorted(set(list_layer_kinds(text)) - served)
     if beyond:
         raise UnsupportedModel(
             f"{adapter.config.model_type!r} has {', '.join(beyond)} layers in its text model ({text.model_type}); "
-            f"a paged KV cache serves {', '.join(LAYER_KINDS)} layers only"
+            f"a paged KV cache serves {', '.join(LAYER_KINDS)} layers, and blocks of states {', '.join(STATE_KINDS)}"
         )
     if _LENGTH_DEPENDENT_ROPE in _rope_types(getattr(text, "rope_parameters", None) or {}):
         raise UnsupportedModel(
@@ -64,6 +67,8 @@ def self_check(model: LoadedModel) -> None:
     named = f"{model.config.model_type!r} (text model {model.adapter.text_config.model_type!r})"
     try:
         starts = _list_starts(model.adapter.text_config)
+        if model.states is not None:  # of several requests at once, however short the context
+            starts += [0] * (_LEAST_STARTS - len(starts))
         ids = _make_prompts(model, len(starts))
         with without_swaps(model.language) as swapped:
             error, allowed, exact = _compare_plain(model, ids, starts)
@@ -85,6 +90,9 @@ def _compare_plain(model: LoadedModel, ids: np.ndarray, starts: list[int]) -> tu
     with in_float32(model.language):
         exact = _own_logits(model, ids, starts)
         error = float(_row_errors(_paged_logits(model, ids, starts, torch.float32), exact).max())
+        if error > _TOLERANCE and model.states is not None:
+            model.states.one_by_one = True
+            error = float(_row_errors(_paged_logits(model, ids, starts, torch.float32), exact).max())
     if error > _TOLERANCE or model.dtype == torch.float32:
         return error, _TOLERANCE, exact
     noise = float(_row_errors(_own_logits(model, ids, starts), exact).max())
@@ -157,7 +165,22 @@ def _paged_logits(model: LoadedModel, ids: np.ndarray, starts: list[int], dtype:
     decodes = Decodes(ids[:, _LENGTH], np.array(starts) + last, last + 1, tables)
     steps = [*((NO_DECODES, chunks) for chunks in parts), (decodes, list[Chunk]())]
     batches = [build_batch(rows, chunks, height, axes, model.device) for rows, chunks in steps]
-    return torch.cat([model.forward(batch, kv, None, backend) for batch in batches]).float()
+    if model.states is None:
+        return torch.cat([model.forward(batch, kv, None, backend) for batch in batches]).float()
+    layout = model.states if dtype is None else model.states.in_float32()
+    return torch.cat(list(_run_with_states(model, batches, kv, layout))).float()
+
+
+def _run_with_states(
+    model: LoadedModel, batches: Sequence[RaggedBatch], kv: Tensor, layout: StateLayout
+) -> Iterator[Tensor]:
+    """Run batches of the same requests one behind the other, in blocks of states that begin with what is not theirs."""
+    count = batches[0].rows.decodes + len(batches[0].rows.chunks)
+    memory = torch.full((count, layout.size), 7, dtype=torch.uint8, device=model.device)
+    for batch in batches:
+        states = StateStep(layout, memory, np.arange(count)[::-1].copy(), batch.rows)
+        yield model.forward(batch, kv, None, TorchAttention(), states)
+        states.commit()
 
 
 _CUTS = ((0, _CUT), (_CUT, _LENGTH))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trinity.core.messages import IMAGE, KV
+from trinity.core.messages import IMAGE, KV, STATE
 from trinity.memory.block_memory import BlockShape
 from trinity.memory.cache_config import KvDtype
 from trinity.memory.devices import ENCODE_BYTES
@@ -21,6 +21,7 @@ from trinity.stages.attention.kv_rows import KvRow
 from trinity.stages.batch import RaggedBatch
 from trinity.stages.kernels.linear import count_packed_bytes
 from trinity.stages.models.base import MediaInputs, ModelAdapter
+from trinity.stages.models.states import StateLayout, StateStep, use_states
 from trinity.stages.models.whole_forward import run_model
 from trinity.stages.uploads import upload
 
@@ -135,7 +136,19 @@ class LoadedModel:
         """
         parts, heads, width = self.kv_row or self.adapter.kv_row
         dtype = self.dtype if kv_dtype == "auto" else FP8
-        return BlockShape(KV, (self.adapter.text_config.num_hidden_layers, parts, heads, block, width), dtype)
+        states = self.states
+        layers = self.adapter.text_config.num_hidden_layers if states is None else len(states.kv_layers)
+        return BlockShape(KV, (layers, parts, heads, block, width), dtype)
+
+    @property
+    def states(self) -> StateLayout | None:
+        """Layout of the states that the language part's layers keep; None where all of them attend."""
+        found: StateLayout | None = getattr(self.language, "trinity_states", None)
+        return found
+
+    def state_shape(self) -> BlockShape | None:
+        """Return the block of one request's states, as bytes; None for a model without."""
+        return None if self.states is None else BlockShape(STATE, (self.states.size,), torch.uint8)
 
     @property
     def encode_piece(self) -> int:
@@ -174,15 +187,24 @@ class LoadedModel:
         return embeds, self.adapter.language_inputs(rows[:, hidden:], batch.feature_at, len(embeds))
 
     @torch.inference_mode()
-    def forward(self, batch: RaggedBatch, kv: Tensor, image: Tensor | None, backend: AttentionBackend) -> Tensor:
+    def forward(
+        self,
+        batch: RaggedBatch,
+        kv: Tensor,
+        image: Tensor | None,
+        backend: AttentionBackend,
+        states: StateStep | None = None,
+    ) -> Tensor:
         """Run a ragged batch; returns logits [rows of ``batch.last``, vocabulary].
 
         If no row is needed, the result has no row, of any width.
         Writes the batch's keys and values into ``kv`` [blocks, layers, 2, kv_heads, block_rows, head_dim] and reads
-        features from ``image`` [blocks, rows, width].
+        features from ``image`` [blocks, rows, width]. A model whose layers keep states needs ``states``; the caller
+        commits them.
         """
         paged = PagedBatch(batch.rows, kv, backend, batch.sampled, batch.last)
-        with attending(paged):
+        assert (states is None) is (self.states is None), "states of another model, or none for one that keeps some"
+        with attending(paged), use_states(states):
             return self._run_whole(batch, paged) if self.whole else self._run_text(batch, paged, image)
 
     def _run_whole(self, batch: RaggedBatch, paged: PagedBatch) -> Tensor:
@@ -205,8 +227,8 @@ class LoadedModel:
             )
         except StopAfterWrite:
             return embeds[:0]
-        states: Tensor = output.last_hidden_state[0]
+        found: Tensor = output.last_hidden_state[0]
         if batch.last is not None and not len(batch.last):
-            return states[:0]
-        every = batch.last is None or len(states) == len(batch.last)
-        return self.adapter.head(self.language, states if every else states[batch.last])
+            return found[:0]
+        every = batch.last is None or len(found) == len(batch.last)
+        return self.adapter.head(self.language, found if every else found[batch.last])

@@ -46,6 +46,7 @@ from trinity.stages.models.quantization import (
 )
 from trinity.stages.models.registry import HOW_TO_ADD, find_adapter, is_known_text
 from trinity.stages.models.shared_parts import fill_part, move_part
+from trinity.stages.models.state_probe import prepare_states
 from trinity.stages.models.whole_forward import survey_rows
 
 logger = logging.getLogger("trinity")
@@ -193,6 +194,8 @@ def _part(
         shared = shelf and _is_worth_sharing(directory, dtype, device, packed)
         made = _share_part(shelf, *key[:4], files, keep) if shared else _load_part(directory, name, dtype, keep)
         part = _parts[key] = made.to(device).eval().requires_grad_(False)
+        if name == "language":
+            prepare_states(part, find_adapter(read_config(directory))[0])
         use_fp8_products(part)
         use_native_products(part)
         if packed:

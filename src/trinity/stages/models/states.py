@@ -1,0 +1,274 @@
+"""States of layers that keep no keys and values of each token: linear attention, Mamba, short convolutions.
+
+A request's states have one size, whatever its length: one block holds those of all layers. Each such layer runs by the
+model's own code, which reads and writes a cache of transformers' that is filled for it: all decode rows of a ragged
+batch at once, each chunk by itself. New states stay beside the blocks until the whole step has succeeded, since a step
+may run again after a failure.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cache
+from math import prod
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from trinity.errors import UnsupportedModel
+from trinity.stages.attention.interface import PagedRows
+from trinity.stages.uploads import upload
+
+ALIGN_BYTES = 64  # of each state in a block
+CACHE_NAMES = ("cache_params", "past_key_values", "past_key_value")  # parameters that take a cache
+_Rows = Callable[[Tensor], Tensor]  # picks rows out of [1, T, ...]
+_running = threading.local()  # parts are shared by instances, each on a thread of its own
+
+
+@dataclass(frozen=True, slots=True)
+class StatePiece:
+    """One state of one layer, as transformers' cache names it, at byte ``offset`` of a block.
+
+    ``index``: which of the layer's states, "conv" and "recurrent" ones counted alike. ``shape``: without the batch.
+    """
+
+    layer: int
+    index: int
+    name: Literal["conv", "recurrent"]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    offset: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(slots=True)
+class StateLayout:
+    """All states of a model, in one block.
+
+    - ``pieces``: the states. ``kv_layers``: layers that attend, and so have keys and values.
+    - ``one_by_one`` (False): a chunk that goes on from earlier states runs token by token, because the model's own code
+      does not go on with several at once. The self-check finds that out.
+    """
+
+    pieces: tuple[StatePiece, ...]
+    kv_layers: tuple[int, ...]
+    one_by_one: bool = False
+
+    @property
+    def size(self) -> int:
+        """Bytes of a block."""
+        last = self.pieces[-1]
+        return _align(last.offset + last.nbytes)
+
+    def in_float32(self) -> StateLayout:
+        """The same states, held in float32."""
+        wide = [replace(each, dtype=torch.float32) if each.dtype.is_floating_point else each for each in self.pieces]
+        return StateLayout(place_pieces(wide), self.kv_layers, self.one_by_one)
+
+
+def place_pieces(pieces: Sequence[StatePiece]) -> tuple[StatePiece, ...]:
+    """Place states one behind the other."""
+    placed, offset = list[StatePiece](), 0
+    for piece in pieces:
+        placed.append(replace(piece, offset=offset))
+        offset = _align(offset + piece.nbytes)
+    return tuple(placed)
+
+
+def _align(offset: int) -> int:
+    return -(-offset // ALIGN_BYTES) * ALIGN_BYTES
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """Rows that run together: sequences of ``length`` rows from ``first`` on; ``fresh``: from no earlier state."""
+
+    first: int
+    count: int
+    length: int
+    fresh: bool
+    sequences: slice  # of the step's blocks
+
+    def pick(self, value: Tensor) -> Tensor:
+        """Pick the rows [sequences, length, ...] out of [1, T, ...]."""
+        rows = value[0, self.first : self.first + self.count * self.length]
+        return rows.reshape(self.count, self.length, *rows.shape[1:])
+
+
+class StateStep:
+    """States of the requests of one ragged batch.
+
+    - ``memory``: uint8 [blocks, size], of the layout's size.
+    - ``blocks``: block of each decode row, then of each chunk.
+
+    ``commit`` writes what the batch's layers have left, once all of its step has succeeded.
+    """
+
+    def __init__(self, layout: StateLayout, memory: Tensor, blocks: np.ndarray, rows: PagedRows) -> None:
+        self.layout, self.memory = layout, memory
+        self._blocks = upload(np.asarray(blocks, dtype=np.int64), memory.device)
+        decodes = rows.decodes
+        assert len(blocks) == decodes + len(rows.chunks), f"{len(blocks)} blocks of states for other rows"
+        self._runs = [_Run(0, decodes, 1, False, slice(0, decodes))] if decodes else []
+        for place, chunk in enumerate(rows.chunks, decodes):
+            self._runs.append(_Run(chunk.first, 1, chunk.length, not chunk.start, slice(place, place + 1)))
+        self._new: dict[StatePiece, list[tuple[slice, Tensor]]] = {}
+
+    def run(self, layer: int, rows: int, call: Callable[[_Rows, Any], Any]) -> Any:
+        """Run one module over its requests; ``call`` runs it on picked rows with a cache. Returns [1, rows, ...]."""
+        found = []
+        for run in self._runs:
+            cache = self._fill_cache(layer, run)
+            if self.layout.one_by_one and not run.fresh and run.length > 1:
+                parts = [call(_one_of(run, at), cache) for at in range(run.length)]
+                output = _join(parts, 1)
+            else:
+                output = call(run.pick, cache)
+            self._keep(layer, run, cache)
+            found.append(_flatten(output))
+        return _join(found, 1)
+
+    def commit(self) -> None:
+        """Write the new states into their blocks."""
+        for piece, parts in self._new.items():
+            held = self.memory[:, piece.offset : piece.offset + piece.nbytes]
+            for sequences, value in parts:
+                as_bytes = value.to(piece.dtype).contiguous().view(torch.uint8).view(len(value), piece.nbytes)
+                held.index_copy_(0, self._blocks[sequences], as_bytes)
+        self._new.clear()
+
+    def _fill_cache(self, layer: int, run: _Run) -> Any:
+        """Make a cache of transformers' with the layer's states of these sequences."""
+        from transformers.cache_utils import Cache, LinearAttentionLayer
+
+        own = [piece for piece in self.layout.pieces if piece.layer == layer]
+        made: Any = LinearAttentionLayer(number_of_states=1 + max(piece.index for piece in own))
+        for piece in own:
+            value = self._read(piece, run)
+            held = getattr(made, f"{piece.name}_states")
+            held[piece.index] = value
+            getattr(made, f"is_{piece.name}_states_initialized")[piece.index] = True
+            made.has_previous_state[piece.index] = not run.fresh
+            if piece.name == "conv":
+                made.conv_kernel_size[piece.index] = piece.shape[-1]
+        made.device, made.dtype = self.memory.device, own[0].dtype
+        return Cache(layers=[made] * (layer + 1))
+
+    def _read(self, piece: StatePiece, run: _Run) -> Tensor:
+        shape = (run.count, *piece.shape)
+        new = next((value for at, value in self._new.get(piece, ()) if at == run.sequences), None)
+        if new is not None:  # of another module of this layer
+            return new
+        if run.fresh:  # whatever the block holds
+            return torch.zeros(shape, dtype=piece.dtype, device=self.memory.device)
+        held = self.memory[:, piece.offset : piece.offset + piece.nbytes]
+        return held.index_select(0, self._blocks[run.sequences]).view(piece.dtype).view(shape)
+
+    def _keep(self, layer: int, run: _Run, cache: Any) -> None:
+        left = cache.layers[layer]
+        for piece in (each for each in self.layout.pieces if each.layer == layer):
+            value = getattr(left, f"{piece.name}_states")[piece.index]
+            others = [each for each in self._new.get(piece, ()) if each[0] != run.sequences]
+            self._new[piece] = [*others, (run.sequences, value)]
+
+
+def _one_of(run: _Run, at: int) -> _Rows:
+    return lambda value: run.pick(value)[:, at : at + 1]
+
+
+def _flatten(output: Any) -> Any:
+    """Put the rows of [sequences, length, ...] one behind the other: [1, rows, ...]."""
+    if isinstance(output, tuple):
+        return tuple(_flatten(each) for each in output)
+    return output.reshape(1, -1, *output.shape[2:]) if isinstance(output, Tensor) else output
+
+
+def _join(outputs: Sequence[Any], axis: int) -> Any:
+    first = outputs[0]
+    if isinstance(first, tuple):
+        return tuple(_join(each, axis) for each in zip(*outputs, strict=True))
+    return torch.cat(list(outputs), axis) if isinstance(first, Tensor) and len(outputs) > 1 else first
+
+
+@contextmanager
+def use_states(step: StateStep | None) -> Iterator[None]:
+    """Have the stateful modules that this thread calls read and write the states of ``step``; None: their own way."""
+    before = getattr(_running, "step", None)
+    _running.step = step
+    try:
+        yield
+    finally:
+        _running.step = before
+
+
+class StatefulModule(nn.Module):
+    """Base put before the class of a module that keeps states: runs that class's forward for each of the requests."""
+
+    trinity_state_layer: int
+
+    def forward(self, *given: Any, **named: Any) -> Any:
+        own, step = super().forward, getattr(_running, "step", None)
+        if step is None:
+            return own(*given, **named)
+        call = _read_call(type(self).__mro__[2])
+        arguments = call.bind(self, given, named)
+        total = arguments[call.rows].shape[1]
+
+        def run(pick: _Rows, cache: Any) -> Any:
+            picked = {name: _pick(value, pick, total) for name, value in arguments.items()}
+            return own(**{**picked, call.cache: cache})
+
+        return step.run(self.trinity_state_layer, total, run)
+
+
+def _pick(value: Any, pick: _Rows, total: int) -> Any:
+    """Pick rows of what has a row for each token; all else is for all of them."""
+    if isinstance(value, tuple):
+        return tuple(_pick(each, pick, total) for each in value)
+    counts_rows = isinstance(value, Tensor) and value.ndim > 1 and value.shape[:2] == (1, total)
+    return pick(value) if counts_rows else value
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """Call of a forward: names of its first parameter, which has the rows, and of the one that takes a cache."""
+
+    signature: inspect.Signature
+    rows: str
+    cache: str
+
+    def bind(self, module: Any, given: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
+        """Name every argument, without trinity's own."""
+        bound = self.signature.bind(module, *given, **named).arguments
+        spread = next((one.name for one in self.signature.parameters.values() if one.kind is one.VAR_KEYWORD), "")
+        arguments = {**bound, **bound.get(spread, {})}
+        for name in (next(iter(self.signature.parameters)), spread, "trinity_batch"):
+            arguments.pop(name, None)
+        return arguments
+
+
+@cache
+def _read_call(kind: type) -> _Call:
+    """Read how a class's forward is called. Raises ``UnsupportedModel`` if it takes no cache."""
+    signature = inspect.signature(kind.forward)  # type: ignore[attr-defined]
+    names = list(signature.parameters)
+    taken = [name for name in CACHE_NAMES if name in names]
+    if not taken:
+        raise UnsupportedModel(f"{kind.__name__} keeps states, and its forward takes none of {', '.join(CACHE_NAMES)}")
+    return _Call(signature, names[1], taken[0])
+
+
+@cache
+def make_stateful_class(kind: type) -> type:
+    """Derive the class of a module whose states are kept in blocks. Raises ``UnsupportedModel``."""
+    _read_call(kind)
+    return type(kind.__name__, (StatefulModule, kind), {"__module__": kind.__module__})
