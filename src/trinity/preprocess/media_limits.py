@@ -32,6 +32,7 @@ class MediaLimits(msgspec.Struct, frozen=True, kw_only=True):
     - ``max_video_bytes`` (bytes, 256 MiB): size of each video file before it is opened.
     - ``max_video_frames`` (frames, 1,024): frames of each video that are given, or decoded and kept.
     - ``max_video_seconds`` (seconds, 3,600): length of each video file.
+    - ``max_video_streams`` (streams, 16): of each video file, of which the first with video is read.
     - ``max_video_pixels`` (pixels, 128 million): of the frames of each video together, as they are read and in whatever
       the model's processor makes of them. ``max_pixels`` holds for each frame.
     - ``preprocess_timeout_s`` (seconds, 60): time that the images of one request may take on the processor's threads
@@ -61,6 +62,7 @@ class MediaLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_video_bytes: Whole = 256 << 20
     max_video_frames: Whole = 1024
     max_video_seconds: Positive = 3600.0
+    max_video_streams: Count = 16
     max_video_pixels: Whole = 128_000_000
     preprocess_timeout_s: Positive = 60.0
     processes: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0

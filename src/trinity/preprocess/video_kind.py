@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from trinity.preprocess.image_kind import reserved_tokens
 from trinity.preprocess.loader import VIDEO_TEXT, LoadedProcessor, NoVideo
 from trinity.preprocess.media_kinds import MediaItem, MediaKind, ModelFiles, Placeholder
 from trinity.preprocess.media_limits import Estimate, MediaBudget, MediaLimits, MediaProblem
+from trinity.preprocess.video_files import read_video
 from trinity.preprocess.video_processors import backend_name
 
 _POSITIONS = ("video_grid_thw", "second_per_grid_ts")
@@ -26,6 +28,7 @@ _ENCODED = (  # inputs of encoders; the rest is text, or says where in the text 
     "video_merge_sizes",
     "video_compression_mask",
 )
+_NOT_FOR_SAMPLES = ("input_data_format", "do_convert_rgb", "do_sample_frames", "device", "video_metadata")
 _BYTES = 2 * 12  # of a pixel of three channels of float32, as it is made and once more as the encoder gets it
 _SIDE, _FRAMES = 112, 4  # of synthetic clips, in pixels; and their frames
 
@@ -52,14 +55,33 @@ class VideoReader:
     def _read_frames(self, source: Any) -> Frames:
         if isinstance(source, MediaProblem):  # found by the process that sent the request
             raise source
-        if _is_file(source):
-            raise MediaProblem("is a file, and nothing here decodes one; give its frames")
         try:
+            if _is_file(source):
+                return read_video(source, self._limits, self._choose_frames)
             return read_frames(source, self._limits)
         except MediaProblem:
             raise
         except Exception as exc:  # an object of somebody's own may raise anything
             raise MediaProblem(f"cannot be read ({describe_error(exc, 200)})") from exc
+
+    def _choose_frames(self, known: dict[str, Any]) -> Sequence[int]:
+        """Choose frames of a file by the processor's own rule, with all settings that it has, or all of them."""
+        from transformers.video_utils import VideoMetadata
+
+        videos, total = self._processor.video_processor, known["total_num_frames"]
+        if not (videos.do_sample_frames or self._always_sampled):
+            return range(total)
+        settings = {name: getattr(videos, name, None) for name in videos.valid_kwargs.__annotations__}
+        given = {name: value for name, value in settings.items() if name not in _NOT_FOR_SAMPLES}
+        try:
+            return [int(each) for each in videos.sample_frames(metadata=VideoMetadata(**known), **given)]
+        except Exception as exc:
+            said = f"{type(exc).__name__}: {exc!s:.300}"
+            raise MediaProblem(f"has {total} frames, of which the model's processor takes no sample ({said})") from exc
+
+    @property
+    def _always_sampled(self) -> bool:
+        return VIDEO_TEXT[self._loaded.config.model_type].sampled
 
     def _estimate(self, frames: Frames) -> Estimate:
         """Compute what the processor will make of the frames from their shape alone. Raises ``MediaProblem``."""
@@ -92,8 +114,8 @@ class VideoReader:
 
     def _settings(self, frames: Frames) -> dict[str, Any]:
         """Describe the frames to a processor, and say whether it takes a sample of them where that is not its own."""
-        always = VIDEO_TEXT[self._loaded.config.model_type].sampled
-        sampling = {"do_sample_frames": not frames.sampled} if frames.sampled or always else {}
+        told = frames.sampled or self._always_sampled
+        sampling = {"do_sample_frames": not frames.sampled} if told else {}
         return {"video_metadata": [frames.metadata()], **sampling}
 
     def _process(self, frames: Frames) -> MediaItem:

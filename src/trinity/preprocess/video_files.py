@@ -1,0 +1,157 @@
+"""Decodes video files with PyAV: only the frames that are asked for are kept, and nothing a file claims is believed.
+
+FFmpeg reads the bytes alone, with demuxers and decoders of an own list: a playlist in disguise opens no other file and
+no address. Frames are counted before one is decoded, whatever the container says. See SECURITY.md.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from trinity.errors import describe_error, pip_install
+from trinity.errors.plain_values import is_address
+from trinity.preprocess.clips import Frames, check_size
+from trinity.preprocess.media_limits import MediaLimits, MediaProblem
+from trinity.preprocess.media_sources import check_bytes, read_data_uri, read_file
+
+_BYTES = "max_video_bytes"
+_CONTAINERS = "avi,flv,matroska,mov,mpeg,mpegts,ogg"  # none of them reads other files
+_CODECS = (
+    *("av1", "ffv1", "flv", "h264", "hevc", "libdav1d", "mjpeg", "mpeg1video", "mpeg2video", "mpeg4"),
+    *("prores", "theora", "vp8", "vp9"),
+)
+_MOST_PACKETS = 1 << 20  # of a file, of all streams
+_PROBED = {"probesize": str(8 << 20), "analyzeduration": "5000000"}  # bytes and microseconds that tell what a file is
+
+Choose = Callable[[dict[str, Any]], Sequence[int]]
+
+
+def read_video(source: Any, limits: MediaLimits, choose: Choose) -> Frames:
+    """Decode a file's frames that ``choose`` picks, given what transformers' ``VideoMetadata`` holds.
+
+    ``source``: a path, bytes or a data: URI. Raises ``MediaProblem`` for what is no video, is broken, or goes beyond
+    the limits, and where PyAV is not installed.
+    """
+    data = _read_bytes(source, limits)
+    if not data:
+        raise MediaProblem("is empty (0 bytes)")
+    av = _load()
+    with _opened(av, data, limits) as (container, stream):
+        total = _count_frames(container, stream)
+    with _opened(av, data, limits) as (container, stream):
+        return _read_stream(container, stream, total, limits, choose)
+
+
+def _read_bytes(source: Any, limits: MediaLimits) -> bytes:
+    if isinstance(source, (bytes, bytearray, memoryview)):
+        check_bytes(memoryview(source).nbytes, limits, _BYTES)
+        return bytes(source)
+    text = os.fspath(source)
+    if isinstance(text, str) and text[:5].lower() == "data:":
+        return read_data_uri(text, limits, _BYTES)
+    if is_address(text):
+        raise MediaProblem(
+            "is a URL: where allow_urls or allowed_hosts allow it, a request's are fetched before; give bytes"
+        )
+    return read_file(text, limits, _BYTES)
+
+
+def _load() -> Any:
+    try:
+        import av
+    except ImportError as exc:
+        raise MediaProblem(
+            f"is a video file, and PyAV is not installed, which decodes it: {pip_install('video')}, or give its frames "
+            "as trinity.Clip(frames, fps=...)"
+        ) from exc
+    return av
+
+
+@contextmanager
+def _opened(av: Any, data: bytes, limits: MediaLimits) -> Iterator[tuple[Any, Any]]:
+    """Open a file and its first stream of video. What FFmpeg raises meanwhile becomes ``MediaProblem``."""
+    options = {"format_whitelist": _CONTAINERS, "protocol_whitelist": "", "codec_whitelist": ",".join(_CODECS)}
+    options |= {**_PROBED, "max_streams": str(limits.max_video_streams + 1)}  # further ones are not looked at
+    try:
+        with av.open(io.BytesIO(data), mode="r", options=options, metadata_errors="ignore") as container:
+            yield container, _find_stream(container, limits)
+    except MediaProblem:
+        raise
+    except (MemoryError, KeyboardInterrupt):
+        raise
+    except Exception as exc:  # FFmpeg's errors are many, and PyAV's own beside them
+        raise MediaProblem(f"cannot be decoded ({describe_error(exc, 200)}); is it a video, and whole?") from exc
+
+
+def _find_stream(container: Any, limits: MediaLimits) -> Any:
+    if len(container.streams) > limits.max_video_streams:
+        raise MediaProblem(
+            f"has {len(container.streams)} streams; the limit max_video_streams is {limits.max_video_streams}"
+        )
+    streams = container.streams.video
+    if not streams:
+        raise MediaProblem("has no stream of video")
+    stream = streams[0]
+    codec = stream.codec_context
+    if codec is None or codec.name not in _CODECS:
+        raise MediaProblem(f"has video of codec {getattr(codec, 'name', None)!r}; known are {', '.join(_CODECS)}")
+    check_size(1, codec.height, codec.width, limits)
+    stream.thread_type, codec.thread_count = "NONE", 1  # a frame at a time, on this thread
+    codec.options = {**codec.options, "max_pixels": str(limits.max_pixels)}  # also of frames that grow on the way
+    return stream
+
+
+def _count_frames(container: Any, stream: Any) -> int:
+    """Count packets of the stream, which are its frames, without decoding any."""
+    count = 0
+    for number, packet in enumerate(container.demux()):
+        if number >= _MOST_PACKETS:
+            raise MediaProblem(f"has more than {_MOST_PACKETS} packets; give a shorter video")
+        count += packet.stream.index == stream.index and packet.size > 0
+    if count == 0:
+        raise MediaProblem("has no frames")
+    return count
+
+
+def _read_stream(container: Any, stream: Any, total: int, limits: MediaLimits, choose: Choose) -> Frames:
+    rate = stream.average_rate or stream.guessed_rate
+    fps = float(rate) if rate else None
+    seconds = total / fps if fps else 0.0
+    if seconds > limits.max_video_seconds:
+        raise MediaProblem(f"is {seconds:.1f} s long; the limit max_video_seconds is {limits.max_video_seconds:g}")
+    height, width = stream.codec_context.height, stream.codec_context.width
+    known = {"total_num_frames": total, "fps": fps, "duration": seconds if fps else None}
+    wanted = [int(each) for each in choose({**known, "width": width, "height": height})]
+    check_size(len(wanted), height, width, limits)
+    if min(wanted) < 0 or max(wanted) >= total:
+        raise MediaProblem(f"has {total} frames, and the model's processor asks for others")
+    kept = _decode(container, stream, set(wanted), (height, width), limits)
+    if missing := set(wanted) - set(kept):
+        raise MediaProblem(f"ends before frame {min(missing)} of {total}; is it truncated or corrupt?")
+    pixels = np.stack([kept[each] for each in wanted])
+    return Frames(pixels, fps, tuple(map(float, wanted)), total, sampled=True)
+
+
+def _decode(
+    container: Any, stream: Any, wanted: set[int], size: tuple[int, int], limits: MediaLimits
+) -> dict[int, np.ndarray]:
+    """Decode up to the last frame that is wanted, and keep those that are."""
+    kept: dict[int, np.ndarray] = {}
+    last, ends = max(wanted), time.monotonic() + limits.preprocess_timeout_s
+    for number, frame in enumerate(container.decode(stream)):
+        if time.monotonic() > ends:
+            raise MediaProblem(f"takes longer to decode than preprocess_timeout_s, {limits.preprocess_timeout_s:g} s")
+        if (frame.height, frame.width) != size:
+            raise MediaProblem(f"has frames of {size[1]} x {size[0]} and of {frame.width} x {frame.height} pixels")
+        if number in wanted:
+            kept[number] = frame.to_ndarray(format="rgb24")
+        if number >= last:
+            break
+    return kept
