@@ -24,11 +24,13 @@ RULES = BatchRules(token_budget=24, image_budget=20)  # prompts are cut inside c
 OPTIONS: dict[str, Any] = {"rules": RULES, "pools": {"image": 200, "kv": 400}, "image_block_size": 7}
 QUICK = {
     "internvl": "EPD",
+    "llava_next_video": "ED+P",
     "llava_onevision": "E+P+D",
     "qwen2_vl": "EPD",
     "qwen2_5_vl": "EP+D",
     "qwen3_vl": "2E1P1D",
     "smolvlm": "EPD",
+    "video_llama_3": "2E1P1D",
 }
 PLACEMENTS = ("EPD", "E+P+D", "EP+D", "ED+P", "2E1P1D", "3E1PD")
 

@@ -21,11 +21,12 @@ from trinity.preprocess import loader, model_types
 from trinity.preprocess.model_types import PROVEN, check_config, explain_how_to_add, media_fields, served_types
 from trinity.preprocess.processor import RequestProcessor
 from trinity.stages.models import ModelAdapter, find_adapter, known_models, load_model, register_adapter, registry
+from trinity.testing.checkpoints import VIDEO_ARCHITECTURES
 
 # Of each kind: an inner text model, a flat config with parts, an outer name for one text model, audio.
 UNPROVEN = """
 aya_vision chameleon evolla florence2 fuyu gemma3n git glm4v idefics idefics2 kyutai_speech_to_text llama4
-llava_next_video mistral3 mistral4 mllama moshi musicgen paligemma phi4_multimodal pi0 qwen2_5_omni qwen2_audio
+mistral3 mistral4 mllama moshi musicgen paligemma phi4_multimodal pi0 qwen2_5_omni qwen2_audio
 qwen3_5 qwen3_vl_moe video_llava vipllava
 """
 TEXT = "llama mistral qwen2 qwen3_moe gpt_oss gemma3_text olmo2 phi3 gpt2 ministral deepseek_v3 starcoder2"
@@ -143,7 +144,7 @@ def test_fields_that_say_nothing_refuse_nothing(fields: dict[str, Any], tmp_path
 # ---------------------------------------------------------------- known types vouch for what they were proven with
 
 
-@pytest.mark.parametrize("name", MULTIMODAL)
+@pytest.mark.parametrize("name", [*MULTIMODAL, *VIDEO_ARCHITECTURES])
 def test_proven_parts_are_those_that_the_tests_compare(name: str) -> None:
     from transformers import AutoConfig
 
@@ -152,7 +153,8 @@ def test_proven_parts_are_those_that_the_tests_compare(name: str) -> None:
 
 
 def test_what_is_proven_has_an_adapter_and_is_what_the_hint_lists() -> None:
-    assert set(PROVEN) == set(MULTIMODAL) == set(loader.IMAGE_TEXT) == set(registry._adapters) - {"llama", "mistral"}
+    compared = {*MULTIMODAL, *VIDEO_ARCHITECTURES}
+    assert set(PROVEN) == compared == set(loader.IMAGE_TEXT) == set(registry._adapters) - {"llama", "mistral"}
     assert ", ".join(sorted(PROVEN)) + ", and text-only" in explain_how_to_add()
     assert served_types() == sorted(PROVEN)
     assert "mistral3" not in explain_how_to_add()

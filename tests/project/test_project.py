@@ -97,7 +97,7 @@ def test_direct_dependencies_are_pinned_within_their_bounds() -> None:
 
 
 def test_the_extras_asked_for_are_there() -> None:
-    extras = {"cuda", "nixl", "otel", "plan", "plot", "ray", "server", "structured", "ucx"}
+    extras = {"cuda", "nixl", "otel", "plan", "plot", "ray", "server", "structured", "ucx", "video"}
     assert set(PROJECT["project"]["optional-dependencies"]) == extras
     assert set(PROJECT["dependency-groups"]) == {"dev"}
 
@@ -175,8 +175,8 @@ def test_photographs_are_small_real_and_licensed() -> None:
             assert len(set(image.resize((64, 64)).get_flattened_data())) > 1000  # a photograph, no drawing
 
 
-def test_entry_points_of_all_five_kinds() -> None:
+def test_entry_points_of_all_six_kinds() -> None:
     groups = PROJECT["project"]["entry-points"]
-    kinds = {"transports", "models", "stages", "routing", "logits_processors"}
+    kinds = {"transports", "models", "stages", "routing", "logits_processors", "media_kinds"}
     assert set(groups) == {f"trinity.{kind}" for kind in kinds}
     assert groups["trinity.transports"]["inproc"] == "trinity.transport.inproc:InprocTransport"

@@ -57,12 +57,14 @@ IMAGE_TEXT: dict[str, ImageText] = {
     "internvl": ImageText(tiles="first axis"),
     "llava": ImageText(),
     "llava_next": ImageText(tiles="grid"),
+    "llava_next_video": ImageText(tiles="grid"),
     "llava_onevision": ImageText(tiles="grid"),
     "minicpmv4_6": ImageText(tiles="patches"),
     "qwen2_vl": _QWEN,
     "qwen2_5_vl": _QWEN,
     "qwen3_vl": _QWEN,
     "smolvlm": ImageText(tiles="second axis"),
+    "video_llama_3": ImageText(),
 }
 """Markup by transformers' ``model_type``. Add a model where ``<image>`` stands for more than the processor's token."""
 
@@ -83,11 +85,13 @@ class VideoText(msgspec.Struct, frozen=True, kw_only=True):
 _QWEN_VIDEO = VideoText(marker="<|vision_start|>{token}<|vision_end|>")
 VIDEO_TEXT: dict[str, VideoText] = {
     "internvl": VideoText(),
+    "llava_next_video": VideoText(),
     "llava_onevision": VideoText(tail=1),
     "qwen2_vl": _QWEN_VIDEO,
     "qwen2_5_vl": _QWEN_VIDEO,
     "qwen3_vl": _QWEN_VIDEO,
     "smolvlm": VideoText(sampled=True),
+    "video_llama_3": VideoText(),
 }
 """Types whose videos are compared with ``generate()``, by transformers' ``model_type``: others take none here."""
 

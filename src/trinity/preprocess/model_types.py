@@ -38,12 +38,14 @@ PROVEN: dict[str, ProvenParts] = {
     "internvl": ProvenParts("internvl_vision", "qwen2"),
     "llava": ProvenParts("clip_vision_model", "llama"),
     "llava_next": ProvenParts("clip_vision_model", "llama"),
+    "llava_next_video": ProvenParts("clip_vision_model", "llama"),
     "llava_onevision": ProvenParts("siglip_vision_model", "qwen2"),
     "minicpmv4_6": ProvenParts("minicpmv4_6_vision", "qwen3"),
     "qwen2_vl": ProvenParts("qwen2_vl_vision", "qwen2_vl_text"),
     "qwen2_5_vl": ProvenParts("qwen2_5_vl_vision", "qwen2_5_vl_text"),
     "qwen3_vl": ProvenParts("qwen3_vl_vision", "qwen3_vl_text"),
     "smolvlm": ProvenParts("smolvlm_vision", "llama"),
+    "video_llama_3": ProvenParts("video_llama_3_vision", "qwen2"),
 }
 """Built-in multimodal types. A test holds them equal to the parts of ``trinity.testing.checkpoints``."""
 

@@ -52,7 +52,8 @@ def _read_settings(model_dir: Path) -> dict[str, Any]:
     from transformers.video_processing_utils import VideoProcessorMixin
 
     try:
-        read, _ = VideoProcessorMixin.get_video_processor_dict(str(model_dir), local_files_only=True)
+        where = {"local_files_only": True}
+        read, _ = VideoProcessorMixin.get_video_processor_dict(str(model_dir), trust_remote_code=False, **where)
     except OSError:
         return {}
     settings = dict(read)

@@ -31,17 +31,21 @@ ARCHITECTURES: tuple[str, ...] = (
     "llama",
     "mistral",
 )
+VIDEO_ARCHITECTURES: tuple[str, ...] = ("llava_next_video", "video_llama_3")
+"""Further types, which the tests of videos serve with images and videos."""
 MIDSIZE_CHECKPOINTS: tuple[str, ...] = ("llava-110m", "llava-500m", "llama-512x8")
 
 
 def build_checkpoint(name: str, directory: Path, *, seed: int = 0) -> Path:
-    """Write the tiny checkpoint ``name`` (one of ``ARCHITECTURES``), about 1 MB in float32, into ``directory``.
+    """Write the tiny checkpoint ``name``, about 1 MB in float32, into ``directory``.
+
+    ``name``: one of ``ARCHITECTURES`` or ``VIDEO_ARCHITECTURES``.
 
     It holds safetensors, config, tokenizer, chat template and, for multimodal ones, the image processor's files, all in
     transformers' own layout. The same seed gives the same weights. Raises ``UnknownName``.
     """
-    if name not in ARCHITECTURES:
-        raise UnknownName("tiny checkpoint", name, ARCHITECTURES)
+    if name not in (*ARCHITECTURES, *VIDEO_ARCHITECTURES):
+        raise UnknownName("tiny checkpoint", name, (*ARCHITECTURES, *VIDEO_ARCHITECTURES))
     return write_checkpoint(_recipe(name), Path(directory), seed)
 
 
@@ -58,10 +62,11 @@ def build_midsize(name: str, directory: Path, *, seed: int = 0) -> Path:
 
 
 def _recipe(name: str) -> Recipe:
-    from trinity.testing import checkpoints_llava, checkpoints_qwen, checkpoints_recipes, checkpoints_tiles
+    from trinity.testing import checkpoints_llava as llava
+    from trinity.testing import checkpoints_qwen, checkpoints_recipes, checkpoints_tiles, checkpoints_video
 
     function = name.replace("-", "_")
-    for module in (checkpoints_recipes, checkpoints_llava, checkpoints_qwen, checkpoints_tiles):
+    for module in (checkpoints_recipes, llava, checkpoints_qwen, checkpoints_tiles, checkpoints_video):
         if hasattr(module, function):
             recipe: Recipe = getattr(module, function)()
             return recipe

@@ -155,3 +155,16 @@ class Gemma3(ModelAdapter):
     """Gemma 3: the tokens of an image see each other in both directions."""
 
     whole_media = True
+
+
+class VideoLlama3(ModelAdapter):
+    """VideoLLaMA 3: of a video's features those stay that ``video_compression_mask`` keeps, as its forward has it."""
+
+    def encode(self, model: Any, kind: str, items: Sequence[MediaInputs], counts: Sequence[int]) -> list[Tensor]:
+        if kind != "video":
+            return super().encode(model, kind, items, counts)
+        masks = [item["video_compression_mask"] for item in items]
+        bare = [{name: value for name, value in item.items() if name != "video_compression_mask"} for item in items]
+        rows = super().encode(model, kind, bare, [len(mask) for mask in masks])
+        kept = [each[mask] for each, mask in zip(rows, masks, strict=True)]
+        return [_counted(each, kind, count) for each, count in zip(kept, counts, strict=True)]

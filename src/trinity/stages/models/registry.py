@@ -9,7 +9,7 @@ from trinity.errors import UnsupportedModel
 from trinity.preprocess import model_types
 from trinity.preprocess.model_types import ENTRY_POINTS, PROVEN
 from trinity.stages.models.base import ModelAdapter
-from trinity.stages.models.families import Gemma3, Idefics, Llava, LlavaOneVision, MiniCPM, TiledLlava
+from trinity.stages.models.families import Gemma3, Idefics, Llava, LlavaOneVision, MiniCPM, TiledLlava, VideoLlama3
 
 HOW_TO_ADD = (
     "To add one, subclass trinity.stages.models.ModelAdapter and name it in an entry point of group "
@@ -19,6 +19,7 @@ HOW_TO_ADD = (
 _adapters: dict[str, type[ModelAdapter]] = {
     "llava": Llava,
     "llava_next": TiledLlava,
+    "llava_next_video": TiledLlava,
     "llava_onevision": LlavaOneVision,
     "qwen2_vl": ModelAdapter,
     "qwen2_5_vl": ModelAdapter,
@@ -28,6 +29,7 @@ _adapters: dict[str, type[ModelAdapter]] = {
     "idefics3": Idefics,
     "gemma3": Gemma3,
     "minicpmv4_6": MiniCPM,
+    "video_llama_3": VideoLlama3,
     "llama": ModelAdapter,
     "mistral": ModelAdapter,
 }
