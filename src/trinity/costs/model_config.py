@@ -11,13 +11,20 @@ from typing import Any
 import msgspec
 
 from trinity.costs import visual_tokens
+from trinity.costs.config_fields import (
+    LARGEST_SIZE,
+    ConfigFields,
+    get_optional,
+    get_part,
+    get_ratio,
+    get_size,
+)
+from trinity.costs.expert_config import read_experts, read_latent
 from trinity.costs.model_shape import MODELS, LayerShape, ModelShape, VisionShape, get_model_shape
 from trinity.errors import ConfigError, UnsupportedModel
 from trinity.errors.files import read_regular_file
 from trinity.errors.hub_ids import locate_model
 from trinity.traces.synthetic import VisualTokenRule
-
-ConfigFields = Mapping[str, Any]
 
 _LLAMA = {"num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "intermediate_size": 11008}
 _DEFAULTS: Mapping[str, ConfigFields] = {  # transformers' own defaults, which checkpoints leave out
@@ -40,7 +47,6 @@ _PIXELS: Mapping[str, tuple[int, int]] = {  # (least, most) of an image where no
 }
 _PATCHES_OF_IMAGE = tuple(_PIXELS)  # encode each image at its own size, not in tiles of one
 _SPLIT = ("idefics3", "smolvlm")
-_LARGEST = 1e15  # of any size
 _MOST_TILES = 256  # of InternVL's, whose shapes are all tried
 _TYPICAL = (1024, 768)  # (width, height) in pixels of a typical image
 
@@ -76,22 +82,24 @@ def read_model_shape(folder: str | Path) -> ModelShape:
 
 def from_config(config: ConfigFields, preprocessor: ConfigFields | None = None, *, name: str = "model") -> ModelShape:
     """Build the shape from the contents of both files; raises as ``read_model_shape`` does, for odd values too."""
-    text = _with_defaults(_part(config, "text_config") or config)
+    text = _with_defaults(get_part(config, "text_config") or config)
     language = _layer_shape(text, "language", gated=True)
-    vision = _vision_shape(config, text) if _part(config, "vision_config") else None
+    experts, latent = read_experts(text, language.layers), read_latent(text)
+    language = msgspec.structs.replace(language, experts=experts, latent=latent)
+    vision = _vision_shape(config, text) if get_part(config, "vision_config") else None
     rule = _visual_token_rule(config, preprocessor or {}) if vision else visual_tokens.fixed_tokens
-    quantised = _part(config, "quantization_config") or _part(text, "quantization_config")
+    quantised = get_part(config, "quantization_config") or get_part(text, "quantization_config")
     return ModelShape(
         name=name,
         language=language,
-        vocabulary=_size(text, "language", "vocab_size"),
+        vocabulary=get_size(text, "language", "vocab_size"),
         vision=vision,
         visual_tokens=rule,
         image_tokens=rule(*_TYPICAL) if vision else 0,
         tied=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
         layer_dtype_bytes=1 if quantised.get("quant_method") == "fp8" else None,
         dtype_bytes=4 if "float32" in (config.get("torch_dtype"), config.get("dtype")) else 2,
-        context=_optional(text, "language", "max_position_embeddings", 4096),
+        context=get_optional(text, "language", "max_position_embeddings", 4096),
         source="config.json",
     )
 
@@ -108,58 +116,18 @@ def _with_defaults(fields: ConfigFields) -> ConfigFields:
     return {**_DEFAULTS.get(kind.removesuffix("_text"), _DEFAULTS.get(kind, {})), **fields}
 
 
-def _size(fields: ConfigFields, part: str, *names: str) -> int:
-    """Get the first of these names that is present: families call the same thing differently.
-
-    Raises ``ConfigError`` where none is, or it is below 1.
-    """
-    for name in names:
-        value: Any = fields.get(name)
-        if _is_number(value) and value >= 1:
-            return int(value)
-    raise ConfigError(
-        f"the {part} model's configuration has no {' or '.join(names)}: it must be a number of at least 1"
-    )
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= _LARGEST
-
-
-def _optional(fields: ConfigFields, part: str, name: str, default: int) -> int:
-    """Get a size that may be left out, or be null or 0, for ``default``. Raises ``ConfigError`` for another value."""
-    value = fields.get(name)
-    return default if value is None or (_is_number(value) and not value) else _size(fields, part, name)
-
-
-def _ratio(fields: ConfigFields, part: str, name: str, default: float) -> float:
-    """Get a factor above 0 that may be left out. Raises ``ConfigError`` for another value."""
-    value = fields.get(name) or default
-    if not _is_number(value) or value <= 0:
-        raise ConfigError(f"the {part} model's configuration has no {name}: it must be a number above 0, got {value!r}")
-    return float(value)
-
-
-def _part(config: ConfigFields, name: str) -> ConfigFields:
-    """Get a part of a configuration; empty where it is left out. Raises ``ConfigError`` where it is no mapping."""
-    part = config.get(name) or {}
-    if not isinstance(part, Mapping):
-        raise ConfigError(f"{name} of a model's configuration is a mapping of names to values, got {part!r:.80}")
-    return part
-
-
 def _layer_shape(fields: ConfigFields, part: str, *, gated: bool) -> LayerShape:
-    width = _size(fields, part, "embed_dim", "hidden_size")
-    heads = _size({**_default_heads(fields), **fields}, part, "num_attention_heads", "num_heads")
+    width = get_size(fields, part, "embed_dim", "hidden_size")
+    heads = get_size({**_default_heads(fields), **fields}, part, "num_attention_heads", "num_heads")
     ratio = fields.get("mlp_ratio") and "intermediate_size" not in fields
-    ffn = int(width * _ratio(fields, part, "mlp_ratio", 4)) if ratio else 0
+    ffn = int(width * get_ratio(fields, part, "mlp_ratio", 4)) if ratio else 0
     return LayerShape(
-        layers=_size(fields, part, "num_hidden_layers", "depth"),
+        layers=get_size(fields, part, "num_hidden_layers", "depth"),
         width=width,
         heads=heads,
-        kv_heads=_optional(fields, part, "num_key_value_heads", heads),
-        head_dim=_optional(fields, part, "head_dim", max(1, width // heads)),
-        ffn=ffn or _size(fields, part, "intermediate_size"),
+        kv_heads=get_optional(fields, part, "num_key_value_heads", heads),
+        head_dim=get_optional(fields, part, "head_dim", max(1, width // heads)),
+        ffn=ffn or get_size(fields, part, "intermediate_size"),
         gated=gated,
     )
 
@@ -175,9 +143,9 @@ def _vision_shape(config: ConfigFields, text: ConfigFields) -> VisionShape:
     if family.startswith("qwen2") and "num_hidden_layers" in fields:
         fields.pop("num_hidden_layers")  # a leftover of the checkpoint; the encoder is built from depth
     layers = _layer_shape(fields, "vision", gated=family == "qwen2_5_vl")
-    width = _size(text, "language", "hidden_size")
+    width = get_size(text, "language", "hidden_size")
     split, deep = family in _SPLIT, _count_deep_layers(fields)
-    patches = _optional(config, family, "scale_factor", 2) ** 2 if split else _PATCHES_PER_TOKEN.get(family, 1)
+    patches = get_optional(config, family, "scale_factor", 2) ** 2 if split else _PATCHES_PER_TOKEN.get(family, 1)
     side = _side(fields, "image_size") // _side(fields, "patch_size") if "image_size" in fields else 0
     span = side * side or _window_patches(fields) or patches * _visual_token_rule(config, {})(*_TYPICAL)
     return VisionShape(
@@ -192,7 +160,7 @@ def _vision_shape(config: ConfigFields, text: ConfigFields) -> VisionShape:
 
 def _vision_fields(config: ConfigFields) -> ConfigFields:
     """Get the encoder's fields with transformers' defaults; the family names its kind where it does not itself."""
-    fields = _part(config, "vision_config")
+    fields = get_part(config, "vision_config")
     usual = _DEFAULTS.get(f"{config.get('model_type')}_vision", {}) if config.get("model_type") == "qwen2_5_vl" else {}
     return _with_defaults({**usual, **{name: value for name, value in fields.items() if value is not None}})
 
@@ -201,8 +169,8 @@ def _window_patches(fields: ConfigFields) -> int:
     """Count the patches of a window, which is whole visual tokens; 0 where the encoder has none."""
     if "window_size" not in fields:
         return 0
-    merge = _optional(fields, "vision", "spatial_merge_size", 2)
-    side = _size(fields, "vision", "window_size") // (merge * _side(fields, "patch_size")) * merge
+    merge = get_optional(fields, "vision", "spatial_merge_size", 2)
+    side = get_size(fields, "vision", "window_size") // (merge * _side(fields, "patch_size")) * merge
     if not side:
         raise ConfigError(f"the vision model's window_size of {fields['window_size']} holds no visual token")
     return side * side
@@ -240,7 +208,7 @@ def _projector(family: str, features: int, patches: int, width: int) -> int:
 
 def _side(fields: ConfigFields, name: str) -> int:
     value = fields.get(name)
-    return _size({name: value[0] if isinstance(value, list | tuple) and value else value}, "vision", name)
+    return get_size({name: value[0] if isinstance(value, list | tuple) and value else value}, "vision", name)
 
 
 def _visual_token_rule(config: ConfigFields, preprocessor: ConfigFields) -> VisualTokenRule:
@@ -249,8 +217,8 @@ def _visual_token_rule(config: ConfigFields, preprocessor: ConfigFields) -> Visu
         return _smart_resize_rule(vision, preprocessor, *_PIXELS[family])
     if family == "gemma3":
         scans = bool(preprocessor.get("do_pan_and_scan"))
-        crops = _optional(preprocessor, "image", "pan_and_scan_max_num_crops", 0) if scans else 0
-        tokens = _optional(config, family, "mm_tokens_per_image", 256)
+        crops = get_optional(preprocessor, "image", "pan_and_scan_max_num_crops", 0) if scans else 0
+        tokens = get_optional(config, family, "mm_tokens_per_image", 256)
         return partial(visual_tokens.pan_and_scan_tokens, tokens=tokens, crops=crops)
     if family not in ("llava", "llava_next", "internvl", *_SPLIT):
         raise UnsupportedModel(
@@ -266,13 +234,13 @@ def _visual_token_rule(config: ConfigFields, preprocessor: ConfigFields) -> Visu
     if family == "llava_next":
         return partial(visual_tokens.anyres_tokens, grids=_grids(config, tile), tile=tile, patch=patch)
     if family == "internvl":
-        tokens = int(side * side * _ratio(config, family, "downsample_ratio", 0.5) ** 2)
-        most = _optional(preprocessor, "image", "max_patches", 12)
+        tokens = int(side * side * get_ratio(config, family, "downsample_ratio", 0.5) ** 2)
+        most = get_optional(preprocessor, "image", "max_patches", 12)
         if most > _MOST_TILES:
             raise ConfigError(f"max_patches of a preprocessor is at most {_MOST_TILES}, got {most}")
         return partial(visual_tokens.tile_tokens, tile=tile, tokens=tokens, most=most)
-    tokens = max(1, side * side // _optional(config, family, "scale_factor", 2) ** 2)
-    longest = _optional(_part(preprocessor, "size"), "image", "longest_edge", 4 * tile)
+    tokens = max(1, side * side // get_optional(config, family, "scale_factor", 2) ** 2)
+    longest = get_optional(get_part(preprocessor, "size"), "image", "longest_edge", 4 * tile)
     return partial(visual_tokens.split_tokens, longest=longest, tile=tile, tokens=tokens)
 
 
@@ -280,7 +248,7 @@ def _grids(config: ConfigFields, tile: int) -> tuple[tuple[int, int], ...]:
     """Get LLaVA-NeXT's resolutions. Raises ``ConfigError`` where they are no pairs of at least a tile's pixels."""
     given = config.get("image_grid_pinpoints") or visual_tokens.LLAVA_NEXT_GRIDS
     pair = isinstance(given, list | tuple) and all(isinstance(each, list | tuple) and len(each) == 2 for each in given)
-    if not pair or not all(type(edge) is int and tile <= edge <= _LARGEST for each in given for edge in each):
+    if not pair or not all(type(edge) is int and tile <= edge <= LARGEST_SIZE for each in given for edge in each):
         raise ConfigError(
             f"image_grid_pinpoints of a model's configuration are pairs of at least {tile} pixels, got {given!r:.80}"
         )
@@ -289,8 +257,8 @@ def _grids(config: ConfigFields, tile: int) -> tuple[tuple[int, int], ...]:
 
 def _smart_resize_rule(vision: ConfigFields, preprocessor: ConfigFields, least: int, most: int) -> VisualTokenRule:
     patch = _side(vision, "patch_size") if vision.get("patch_size") else 14
-    factor = patch * _optional(vision, "vision", "spatial_merge_size", 2)
-    size = _part(preprocessor, "size")
-    least = _optional(preprocessor, "image", "min_pixels", _optional(size, "image", "shortest_edge", least))
-    most = _optional(preprocessor, "image", "max_pixels", _optional(size, "image", "longest_edge", most))
+    factor = patch * get_optional(vision, "vision", "spatial_merge_size", 2)
+    size = get_part(preprocessor, "size")
+    least = get_optional(preprocessor, "image", "min_pixels", get_optional(size, "image", "shortest_edge", least))
+    most = get_optional(preprocessor, "image", "max_pixels", get_optional(size, "image", "longest_edge", most))
     return partial(visual_tokens.smart_resize_tokens, factor=factor, least=least, most=most)

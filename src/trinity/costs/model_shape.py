@@ -12,6 +12,7 @@ from functools import partial
 import msgspec
 
 from trinity.costs import visual_tokens
+from trinity.costs.layer_parts import ExpertShape, LatentShape
 from trinity.costs.pool_sizes import ModelMemory, size_pools
 from trinity.errors import ConfigError, UnknownName
 from trinity.traces.synthetic import VisualTokenRule
@@ -26,6 +27,8 @@ class LayerShape(msgspec.Struct, frozen=True, kw_only=True):
     head_dim (elements): width of a head.
     ffn (elements): width of the feed-forward part.
     gated (False): the feed-forward part has three matrices, not two.
+    experts (None): what stands in some layers for the feed-forward part.
+    latent (None): latent attention; keys and values of ``kv_heads`` are not cached then.
 
     Raises ``ConfigError`` for values out of range.
     """
@@ -37,6 +40,8 @@ class LayerShape(msgspec.Struct, frozen=True, kw_only=True):
     head_dim: int
     ffn: int
     gated: bool = False
+    experts: ExpertShape | None = None
+    latent: LatentShape | None = None
 
     def __post_init__(self) -> None:
         if min(msgspec.structs.astuple(self)[:6]) < 1 or self.heads % self.kv_heads:
@@ -44,9 +49,32 @@ class LayerShape(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def weights(self) -> int:
-        """Number of weights in all matrices."""
+        """Number of weights in all matrices, experts that a token does not go through included."""
+        return int(self._weights(self.experts.experts if self.experts else 0))
+
+    @property
+    def active_weights(self) -> int:
+        """Number of weights that a token is multiplied with."""
+        return int(self._weights(self.experts.active if self.experts else 0))
+
+    def touched_weights(self, rows: float) -> float:
+        """Weights that a step of so many rows reads: of experts those that some row goes through, on average."""
+        return self._weights(self.experts.touched(rows)) if self.experts else self.weights
+
+    def _weights(self, experts: float) -> float:
+        """Weights of all layers, where those with experts have so many."""
+        matrices, mixed = 3 if self.gated else 2, self.experts
         attention = 2 * self.width * self.head_dim * (self.heads + self.kv_heads)
-        return self.layers * (attention + (3 if self.gated else 2) * self.width * self.ffn)
+        if self.latent is not None:
+            attention = self.latent.weights(self.width, self.heads)
+        dense = self.layers - (mixed.layers if mixed else 0)
+        held = self.layers * attention + dense * matrices * self.width * self.ffn
+        return held + (mixed.weights(self.width, experts, matrices) if mixed else 0)
+
+    @property
+    def kv_row(self) -> int:
+        """Elements that the KV cache holds of a token in one layer: keys and values, or a latent row."""
+        return self.latent.row if self.latent else 2 * self.kv_heads * self.head_dim
 
     @property
     def attended(self) -> int:
@@ -56,7 +84,7 @@ class LayerShape(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def attended_each(self) -> int:
         """Multiply-adds of one query and one key in one layer."""
-        return 2 * self.heads * self.head_dim
+        return self.latent.attended(self.heads) if self.latent else 2 * self.heads * self.head_dim
 
 
 class VisionShape(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,9 +143,8 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of one token in the KV cache: keys and values of all layers."""
-        language = self.language
-        return 2 * language.layers * language.kv_heads * language.head_dim * (self.kv_dtype_bytes or self.dtype_bytes)
+        """Bytes of one token in the KV cache: keys and values, or latent rows, of all layers."""
+        return self.language.layers * self.language.kv_row * (self.kv_dtype_bytes or self.dtype_bytes)
 
     def tiles(self, tokens: int, width: int = 0, height: int = 0) -> tuple[int, ...]:
         """List the visual tokens of each tile of an image, as ``visual_tokens.list_tiles`` of its rule does."""
@@ -135,9 +162,20 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def read_bytes(self) -> int:
-        """Bytes of weights that a step of the language model reads: layers and head, no embedding table."""
-        layers = self.language.weights * (self.layer_dtype_bytes or self.dtype_bytes)
-        return layers + self.head * self.dtype_bytes
+        """Bytes of weights that a step of the language model reads: layers and head, no embedding table.
+
+        Of experts all are counted: ``step_bytes`` tells what a small step reads.
+        """
+        return self.language.weights * self.layer_weight_bytes + self.head * self.dtype_bytes
+
+    @property
+    def layer_weight_bytes(self) -> int:
+        """Bytes of a weight of the language model's layers."""
+        return self.layer_dtype_bytes or self.dtype_bytes
+
+    def step_bytes(self, rows: float) -> float:
+        """Bytes of weights that a step of so many rows reads, on average: of experts only those that are chosen."""
+        return self.language.touched_weights(rows) * self.layer_weight_bytes + self.head * self.dtype_bytes
 
     @property
     def vision_bytes(self) -> int:

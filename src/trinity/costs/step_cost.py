@@ -150,7 +150,9 @@ class Roofline(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Roofline cost model: a step's time from the model's shape and the device's figures.
 
     max(FLOP / reached FLOP/s, bytes / reached bytes/s) for the language pass and for the encode pass, each with its
-    overhead. ``context`` (tokens): attended to by a decode where ``seconds`` is not told.
+    overhead. Of a mixture of experts a token is multiplied with those that it goes through, and a step reads those that
+    any of its rows goes through, on average. ``context`` (tokens): attended to by a decode where ``seconds`` is not
+    told.
     """
 
     model: ModelShape
@@ -188,10 +190,10 @@ class Roofline(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         model, layers = self.model, self.model.language
         sequences = decodes + (prefills if tokens else 0)
         pairs = decodes * context + tokens * (prefilled + tokens / prefills / 2)
-        flops = 2 * ((decodes + tokens) * layers.weights + sequences * model.head + pairs * layers.attended)
+        flops = 2 * ((decodes + tokens) * layers.active_weights + sequences * model.head + pairs * layers.attended)
         attended = decodes * context + (prefills * prefilled if tokens else 0.0)
         activations = _ACTIVATIONS * (decodes + tokens) * layers.layers * layers.width * model.dtype_bytes
-        moved = model.read_bytes + (attended + decodes + tokens) * model.kv_bytes + activations
+        moved = model.step_bytes(decodes + tokens) + (attended + decodes + tokens) * model.kv_bytes + activations
         return self._pass(flops, moved, self.device.flops_share) + sequences * self.device.row_s
 
     def _encode(self, tokens: int, image: float) -> float:

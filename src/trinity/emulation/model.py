@@ -42,6 +42,7 @@ class EmulatedShape(msgspec.Struct, frozen=True, kw_only=True):
     head_dim (elements): width of a head.
     dtype_bytes (bytes, 2): size of an element.
     kv_dtype_bytes (bytes, None): size of an element of the KV cache; as ``dtype_bytes``.
+    latent_width (elements, 0): width of a latent row, which is cached in place of keys and values; 0: they are.
     image_width (elements, 0): width of a row of the image cache; 0 for a model of text alone.
     image_tokens (visual tokens, 576): rows of an image; with ``image_pixels``, their maximum.
     image_pixels (pixels, 0): edge of the square that becomes one row; 0 gives every image ``image_tokens`` rows.
@@ -56,6 +57,7 @@ class EmulatedShape(msgspec.Struct, frozen=True, kw_only=True):
     head_dim: int
     dtype_bytes: int = 2
     kv_dtype_bytes: int | None = None
+    latent_width: int = 0
     image_width: int = 0
     image_tokens: int = 576
     image_pixels: int = 0
@@ -69,7 +71,11 @@ class EmulatedShape(msgspec.Struct, frozen=True, kw_only=True):
         counts |= {"dtype_bytes": self.dtype_bytes, "image_tokens": self.image_tokens, "context": self.context - 1}
         counts["kv_dtype_bytes"] = self.dtype_bytes if self.kv_dtype_bytes is None else self.kv_dtype_bytes
         wrong = [name for name, count in counts.items() if count < 1]
-        if wrong or min(self.image_width, self.image_pixels, self.tile_tokens) < 0 or self.vocabulary < 16:
+        if (
+            wrong
+            or min(self.image_width, self.image_pixels, self.tile_tokens, self.latent_width) < 0
+            or self.vocabulary < 16
+        ):
             raise ConfigError(
                 f"{self!r}: sizes of a model must be at least 1 (a vocabulary 16); check {', '.join(wrong)}"
             )
@@ -88,6 +94,7 @@ class EmulatedShape(msgspec.Struct, frozen=True, kw_only=True):
             head_dim=language.head_dim,
             dtype_bytes=model.dtype_bytes,
             kv_dtype_bytes=model.kv_dtype_bytes,
+            latent_width=language.latent.row if language.latent else 0,
             image_width=language.width if model.vision else 0,
             image_tokens=model.image_tokens or 1,
             tile_tokens=equal_tile_tokens(model.visual_tokens) if model.vision else 0,
@@ -106,7 +113,8 @@ class EmulatedShape(msgspec.Struct, frozen=True, kw_only=True):
         """Bytes of one row of a block: a visual token's features, or a token's keys and values in one layer."""
         if kind == IMAGE:
             return self.image_width * self.dtype_bytes
-        return 2 * self.kv_heads * self.head_dim * (self.kv_dtype_bytes or self.dtype_bytes)
+        held = self.latent_width or 2 * self.kv_heads * self.head_dim
+        return held * (self.kv_dtype_bytes or self.dtype_bytes)
 
 
 LLAVA_15_7B = EmulatedShape(

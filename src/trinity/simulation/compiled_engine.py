@@ -22,6 +22,7 @@ from trinity.core.scheduler import BatchRules, StepTime
 from trinity.costs.budgets import StepCost
 from trinity.costs.cluster import Cluster
 from trinity.costs.emulated_cost import LinearCost, TableCost
+from trinity.costs.layer_parts import ExpertShape
 from trinity.costs.model_shape import ModelShape
 from trinity.costs.step_cost import CostTables, Roofline
 from trinity.memory.native import extension
@@ -251,7 +252,13 @@ def measure_load(found: ReplayScore, settings: Sequence[Settings], began: float,
 
 
 def _kind_of(cost: StepTime) -> Any:
-    return COSTS.get(type(cost))
+    return COSTS.get(name_cost(cost))
+
+
+def name_cost(cost: StepTime) -> type:
+    """Name a cost model's kind: its class; for a roofline of a mixture of experts, which is not compiled, theirs."""
+    mixed = isinstance(cost, Roofline) and cost.model.language.experts is not None
+    return ExpertShape if mixed else type(cost)
 
 
 def _costs(costs: Sequence[StepTime | None], known: list[tuple[StepTime, Any]]) -> list[Any]:

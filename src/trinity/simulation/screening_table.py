@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from trinity.core.instance.settings import Settings
 from trinity.core.scheduler import BatchRules, StepTime
 from trinity.core.transfers import TransferPolicy
-from trinity.simulation.compiled_engine import COSTS
+from trinity.simulation.compiled_engine import COSTS, name_cost
 
 MOST_LOST = 0.03  # of the goodput, by a stand-in that is earned
 LEAST_LOADED = "least_loaded, loads known at once"
@@ -99,7 +99,7 @@ SCREENED_AS: Mapping[str, ScreeningRow] = {
         "random, two_choices: with round_robin in place of random up to 47 % of the goodput were lost",
     ),
     "Simulator.spread": ScreeningRow((1,), note="with 1 in place of 4, up to 79 % of the goodput were lost"),
-    "Simulator.cost": ScreeningRow(tuple(COSTS), note="by its type"),
+    "Simulator.cost": ScreeningRow(tuple(COSTS), note="by its type; a mixture of experts is not screened"),
     "Simulator.interference": ANY_VALUE,
     "Simulator.step_factor": ANY_VALUE,
     "Simulator.max_waiting": ANY_VALUE,
@@ -157,7 +157,7 @@ def screen_settings(
     found: dict[tuple[str, Any], StandIn | None] = {}
     near = [_nearest(each, found) for each in settings]
     for cost in costs:
-        _look_up("Simulator.cost", type(cost), found)
+        _look_up("Simulator.cost", name_cost(cost), found)
     _look_up("Simulator.spread", spread, found)
     alone = len(settings) == 1  # then there is nothing to route
     policy = "round_robin" if alone else _look_up("Simulator.routing", routing, found)
@@ -177,7 +177,7 @@ def _nearest(value: Any, found: dict[tuple[str, Any], StandIn | None]) -> Any:
         if isinstance(own, BatchRules | TransferPolicy):
             changed[each.name] = _nearest(own, found)
         elif SCREENED_AS[f"{kind}.{each.name}"].exact is not None:
-            asked = type(own) if each.name == "cost" and own is not None else own
+            asked = name_cost(own) if each.name == "cost" and own is not None else own
             stands = _look_up(f"{kind}.{each.name}", asked, found)
             changed[each.name] = own if each.name == "cost" else stands
     return replace(value, **changed)

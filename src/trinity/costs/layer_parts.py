@@ -1,0 +1,77 @@
+"""Parts of a language model's layers that cost other than a dense one's: mixtures of experts and latent attention."""
+
+from __future__ import annotations
+
+import msgspec
+
+from trinity.errors import ConfigError
+
+
+class ExpertShape(msgspec.Struct, frozen=True, kw_only=True):
+    """Shape of the experts that stand in some layers for the feed-forward part.
+
+    layers: layers that have experts.
+    experts: experts of such a layer.
+    active: of these, those that a token goes through.
+    ffn (elements): width of an expert.
+    shared (elements, 0): width of what every token goes through beside them.
+
+    Raises ``ConfigError`` for values out of range.
+    """
+
+    layers: int
+    experts: int
+    active: int
+    ffn: int
+    shared: int = 0
+
+    def __post_init__(self) -> None:
+        if min(self.layers, self.experts, self.active, self.ffn) < 1 or self.shared < 0 or self.active > self.experts:
+            raise ConfigError(f"{self!r}: sizes must be at least 1, and active at most experts")
+
+    def touched(self, rows: float) -> float:
+        """Experts of a layer whose weights a step of so many rows reads, on average, if tokens choose them evenly."""
+        return self.experts * (1.0 - float((1 - self.active / self.experts) ** rows))
+
+    def weights(self, width: int, experts: float, matrices: int) -> float:
+        """Weights of all its layers with so many ``experts``, of ``matrices`` each: router and shared part included."""
+        return self.layers * width * (self.experts + matrices * (experts * self.ffn + self.shared))
+
+
+class LatentShape(msgspec.Struct, frozen=True, kw_only=True):
+    """Shape of latent attention: what the cache holds of a token is one row, for all heads.
+
+    rank (elements): width of a latent.
+    rotated (elements): width of the part of a key that has positions, which all heads share.
+    plain (elements): width of a head's key without it.
+    value (elements): width of a head's value.
+    query_rank (elements, 0): width of a query's latent; 0: queries have none.
+
+    Raises ``ConfigError`` for values out of range.
+    """
+
+    rank: int
+    rotated: int
+    plain: int
+    value: int
+    query_rank: int = 0
+
+    def __post_init__(self) -> None:
+        if min(self.rank, self.rotated, self.plain, self.value) < 1 or self.query_rank < 0:
+            raise ConfigError(f"{self!r}: widths must be at least 1")
+
+    @property
+    def row(self) -> int:
+        """Elements that the KV cache holds of a token in one layer."""
+        return self.rank + self.rotated
+
+    def weights(self, width: int, heads: int) -> int:
+        """Weights of a layer's attention."""
+        asked, rank = heads * (self.plain + self.rotated), self.query_rank
+        queries = rank * (width + asked) if rank else width * asked
+        rows = width * self.row + self.rank * heads * (self.plain + self.value)
+        return queries + rows + heads * self.value * width
+
+    def attended(self, heads: int) -> int:
+        """Multiply-adds of one query and one row: the score and the weighted latent."""
+        return heads * (self.row + self.rank)
