@@ -104,7 +104,9 @@ def test_a_small_step_reads_few_experts_and_a_large_one_all() -> None:
 
 def test_the_roofline_multiplies_active_experts_and_reads_touched_ones() -> None:
     shape = model_config.from_config(make_small_config("mixtral", vocab_size=512).to_dict())
-    whole = msgspec.structs.replace(shape.language.experts, active=8)
+    mixed = shape.language.experts
+    assert mixed is not None
+    whole = msgspec.structs.replace(mixed, active=8)
     every = msgspec.structs.replace(shape, language=msgspec.structs.replace(shape.language, experts=whole))
     here = msgspec.structs.replace(next(iter(DEVICES.values())), pass_s=0.0, row_s=0.0)
     some, all_of_them = (Roofline(model=each, device=here) for each in (shape, every))

@@ -28,6 +28,19 @@ class Named(nn.Linear):
     """A model's own kind of linear layer, which may do anything."""
 
 
+class Router(nn.Module):
+    """Multiplies by the weight of one of its layers, as some routers do, and calls the other one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read, self.called = nn.Linear(16, 16), nn.Linear(16, 16)
+        self.requires_grad_(False)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = nn.functional.linear(rows, self.read.weight) + self.called(rows)
+        return found
+
+
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "_is_onednn_faster", lambda dtype: True)
@@ -182,6 +195,16 @@ def test_weights_are_packed_where_that_is_faster(
     linear._is_packing_faster.cache_clear()
     assert linear._is_packing_faster(torch.float32) is False
     linear._is_packing_faster.cache_clear()
+
+
+@pytest.mark.usefixtures("always")
+def test_a_layer_whose_weight_is_read_elsewhere_stays_plain() -> None:
+    router, rows = Router(), torch.randn(3, 16)
+    wanted = router(rows)
+    pack_weights(router)
+    assert type(router.read) is nn.Linear
+    assert isinstance(router.called, PackedLinear)
+    assert torch.allclose(router(rows), wanted, atol=1e-5)
 
 
 @pytest.mark.usefixtures("always")
