@@ -194,6 +194,13 @@ def test_what_is_no_video_and_what_names_other_files_is_refused(data: bytes) -> 
     assert "cannot be decoded" in refused(data)
 
 
+def test_a_list_of_files_opens_none_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """FFmpeg would read what stands beside the program: its own lists of files are videos to it."""
+    (tmp_path / "secret.mp4").write_bytes(film())
+    monkeypatch.chdir(tmp_path)
+    assert "cannot be decoded" in refused(b"ffconcat version 1.0\nfile secret.mp4\n")
+
+
 def test_sound_alone_and_nothing_are_no_video() -> None:
     assert "no stream of video" in refused(write_sound())
     assert "is empty (0 bytes)" in refused(b"")
