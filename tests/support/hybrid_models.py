@@ -40,7 +40,7 @@ HYBRIDS: dict[str, dict[str, Any]] = {
         "attn_layer_offset": 2,
         "mamba_d_state": 8,
         "mamba_dt_rank": 8,
-        "num_experts": 4,
+        "num_experts": 1,
     },
     "bamba": {**_MAMBA, "attn_layer_indices": [2], "mamba_n_groups": 1},
     "falcon_h1": {**_MAMBA, "num_hidden_layers": 3, "mamba_d_ssm": 64, "mamba_n_heads": 4},
