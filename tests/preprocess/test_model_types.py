@@ -219,7 +219,7 @@ def test_nothing_of_a_checkpoint_is_loaded_without_saying_that_its_code_is_not_t
     assert asked >= 8
 
 
-FINDS = ("get_processor_dict", "_snapshot")  # read settings, or find files
+FINDS = ("get_processor_dict", "get_video_processor_dict", "_snapshot")  # read settings, or find files
 
 
 def _is_load(node: ast.Call) -> bool:

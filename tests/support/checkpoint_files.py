@@ -12,9 +12,10 @@ from pathlib import Path
 import trinity.testing.checkpoints as checkpoints
 from support.loop_guard import left_out
 from support.paths import ROOT
+from trinity.testing.any_media_checkpoint import build_any_media
 from trinity.testing.checkpoints_fp8 import build_fp8_checkpoint
 
-FP8 = "fp8-"
+FP8, ANY = "fp8-", "any-"
 CACHE = ROOT / ".pytest_cache" / "trinity-checkpoints"
 
 
@@ -25,7 +26,8 @@ def recipe_hash() -> str:
         import transformers
 
     digest = hashlib.sha256(transformers.__version__.encode())
-    for source in sorted(Path(checkpoints.__file__).parent.glob("checkpoints*.py")):
+    folder = Path(checkpoints.__file__).parent
+    for source in (*sorted(folder.glob("checkpoints*.py")), *sorted(folder.glob("any_media*.py"))):
         digest.update(source.read_bytes())
     return digest.hexdigest()[:16]
 
@@ -34,17 +36,19 @@ def recipe_hash() -> str:
 def checkpoint(name: str) -> Path:
     """The directory of checkpoint ``name``, built when first asked for. Read it only: it is shared.
 
-    "fp8-llava" is "llava" with FP8 weights.
+    "fp8-llava" is "llava" with FP8 weights, "any-qwen3_vl_moe" a multimodal type that nobody listed.
     """
     target = CACHE / recipe_hash() / name
     if not target.exists():
         build = checkpoints.build_midsize if name in checkpoints.MIDSIZE_CHECKPOINTS else checkpoints.build_checkpoint
         if name.startswith(FP8):
             build = build_fp8_checkpoint
+        elif name.startswith(ANY):
+            build = build_any_media
         target.parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(dir=target.parent))
         with left_out():
-            build(name.removeprefix(FP8), scratch / name)
+            build(name.removeprefix(FP8).removeprefix(ANY), scratch / name)
         _publish(scratch, name, target)
     return target
 

@@ -49,7 +49,7 @@ class ImageKind(MediaKind):
         images = getattr(processor, "image_processor", None)
         if images is None:
             return None
-        token = getattr(processor, "image_token", None)
+        token = files.image_token or getattr(processor, "image_token", None)
         if not isinstance(token, str) or not files.media_ids:
             raise UnsupportedModel(
                 f"model type {config.model_type!r} has no placeholder token for images; {explain_how_to_add()}"

@@ -6,9 +6,11 @@ PIL and torchvision yield different pixels: one backend is used everywhere, what
 from __future__ import annotations
 
 import copy
+import sys
 import threading
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -135,14 +137,15 @@ def load_tokenizer_and_processor(model_dir: Path, ignore: Collection[str] | bool
     ``ignore`` (()): fields of the generation config that are not followed; True for all of them.
     """
     config = read_config(model_dir)
-    check_config(config)
+    facts = check_config(config, model_dir)
     with _explain_failure(f"the tokenizer in {str(model_dir)!r} cannot be loaded", ConfigError):
         from transformers import AutoTokenizer
 
         load_tokenizer: Any = AutoTokenizer.from_pretrained
         tokenizer = load_tokenizer(model_dir, local_files_only=True, trust_remote_code=False)
         tokenizer("")  # drops padding and truncation that the file may ask for, before threads share it
-    last_call, media_ids = threading.local(), _media_ids(config)
+    last_call = threading.local()
+    media_ids = _media_ids(config) if facts is None else frozenset([facts.image_token_id])
     with _explain_failure(f"the processor of model type {config.model_type!r} cannot be loaded", UnsupportedModel):
         run_tokenizer = RunTokenizer(tokenizer, sorted(media_ids))
         processor = load_processor(model_dir, config, record_texts(tokenizer, last_call))
@@ -152,8 +155,9 @@ def load_tokenizer_and_processor(model_dir: Path, ignore: Collection[str] | bool
         _check_text_only(config)
         placeholders, text, media_ids = {}, ImageText(), frozenset[int]()
     else:
-        text = IMAGE_TEXT.get(config.model_type, ImageText())
-        placeholders = _find_placeholders(ModelFiles(config, tokenizer, processor, last_call, media_ids))
+        text = IMAGE_TEXT.get(config.model_type, ImageText()) if facts is None else ImageText(atomic=facts.whole_media)
+        image = "" if facts is None else facts.image_token
+        placeholders = _find_placeholders(ModelFiles(config, tokenizer, processor, last_call, media_ids, image))
     return LoadedProcessor(
         config=config,
         tokenizer=tokenizer,
@@ -229,20 +233,61 @@ def load_processor(model_dir: Path, config: Any, tokenizer: Any) -> Any:
     parts = {"image_processor": images, "tokenizer": tokenizer, "video_processor": videos or NoVideo(images)}
     settings, _ = processor_class.get_processor_dict(str(model_dir), local_files_only=True)
     settings["chat_template"] = settings.get("chat_template") or tokenizer.chat_template
-    wanted = [parts[name] for name in processor_class.get_attributes()]
+    wanted = [
+        parts[name] if name in parts else _load_part(name, model_dir) for name in processor_class.get_attributes()
+    ]
     return _accept_stand_in(processor_class).from_args_and_dict(wanted, settings)
+
+
+def _load_part(name: str, model_dir: Path) -> Any:
+    """Load a further part of a processor: of audio, or a second tokenizer, which has a folder of its own."""
+    from transformers import AutoTokenizer
+    from transformers.models.auto.feature_extraction_auto import AutoFeatureExtractor
+
+    kind: Any = AutoTokenizer if name.endswith("tokenizer") else AutoFeatureExtractor
+    place = model_dir / name if kind is AutoTokenizer else model_dir
+    return kind.from_pretrained(place, local_files_only=True, trust_remote_code=False)
 
 
 def _processor_class(model_dir: Path, config: Any) -> Any:
     """Find the class that the checkpoint's files name, else the one that transformers has for this config."""
-    import transformers
-    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
+    from transformers.models.auto import processing_auto
 
     for name in ("processor_config.json", "preprocessor_config.json"):
         named = read_json(model_dir / name).get("processor_class")
-        if isinstance(named, str) and hasattr(transformers, named):
-            return getattr(transformers, named)
-    return PROCESSOR_MAPPING.get(type(config), None)
+        if isinstance(named, str) and (found := find_processor_class(named)) is not None:
+            return found
+    names: Any = processing_auto.PROCESSOR_MAPPING_NAMES  # type: ignore[attr-defined]
+    mapped = names.get(config.model_type)
+    return None if mapped is None else find_processor_class(mapped)
+
+
+def find_processor_class(name: str) -> Any:
+    """Find a processor's class by its name, also where transformers hides it for want of torchvision; else None."""
+    import transformers
+
+    found = getattr(transformers, name, None)
+    if type(found).__name__ != "DummyObject":
+        return found
+    return getattr(_import_without_torchvision(found.__module__.rpartition("processing_")[2]), name)
+
+
+def _import_without_torchvision(folder: str) -> Any:
+    """Import a model's ``processing`` module with the PIL twin in place of its image processor, which asks for it."""
+    base = f"transformers.models.{folder}"
+    asked = f"{base}.image_processing_{folder}"
+    with _import_lock:
+        known = sys.modules.get(asked)
+        sys.modules[asked] = import_module(f"{base}.image_processing_pil_{folder}")
+        try:
+            return import_module(f"{base}.processing_{folder}")
+        finally:
+            sys.modules.pop(asked)
+            if known is not None:
+                sys.modules[asked] = known
+
+
+_import_lock = threading.Lock()
 
 
 def _accept_stand_in(processor_class: Any) -> Any:

@@ -72,6 +72,7 @@ class ModelFiles(msgspec.Struct, frozen=True):
     - ``config``, ``tokenizer``, ``processor``: the model's.
     - ``last_call``: as in ``LoadedProcessor``.
     - ``media_ids``: ids of the prompt's rows that features replace.
+    - ``image_token`` (""): text of an image, where a proof found it; "" leaves it to the processor.
     """
 
     config: Any
@@ -79,6 +80,7 @@ class ModelFiles(msgspec.Struct, frozen=True):
     processor: Any
     last_call: threading.local
     media_ids: frozenset[int]
+    image_token: str = ""
 
 
 class KindReader(Protocol):

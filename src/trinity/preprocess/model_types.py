@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import re
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from trinity.errors import UnsupportedModel
+from trinity.preprocess.verdicts import MediaFacts, has_weights, require_facts
 
 ENTRY_POINTS = "trinity.models"
 _MEDIA_WORDS = re.compile(
@@ -69,29 +71,48 @@ def explain_how_to_add() -> str:
     )
 
 
-def check_config(config: Any) -> None:
+def check_config(config: Any, directory: Path | None = None) -> MediaFacts | None:
     """Raise ``UnsupportedModel`` for a config with media that nobody proved: its type, or its vision tower.
 
-    ``config``: as transformers loads it. Reads nothing else of the checkpoint.
+    - ``config``: as transformers loads it.
+    - ``directory`` (None): its checkpoint. With weights, a multimodal type of transformers that is not listed here is
+      taken where its proof agrees, which this call may run.
+
+    Returns what the proof found, or None for what is listed, registered or text only.
     """
     kind = str(config.model_type)
     if kind in registered or kind in _named_by_packages():
-        return
+        return None
     if kind in PROVEN:
         tower = getattr(getattr(config, "vision_config", None), "model_type", None)
-        if tower != PROVEN[kind].tower:
-            raise UnsupportedModel(
-                f"{kind!r} is proven with a vision tower of type {PROVEN[kind].tower!r}, and this checkpoint has "
-                f"{tower!r}, which no check at load can prove. Compare it with generate(), then call "
-                f"trinity.stages.models.register_adapter({kind!r}, ...)"
-            )
-        return
+        return None if tower == PROVEN[kind].tower else _prove_tower(kind, tower, directory)
     found = media_fields(config)
+    if kind in _multimodal_types() and directory is not None and has_weights(directory):
+        return require_facts(directory, kind)
     if found or kind in _multimodal_types():
         shown = f" (its config has {', '.join(found[:4])})" if found else ""
         raise UnsupportedModel(f"no adapter for the multimodal {kind!r}{shown}; {explain_how_to_add()}")
     if _has_inner_text(config):
         raise UnsupportedModel(f"{kind!r} is more than one decoder, which is all that serves; {explain_how_to_add()}")
+    return None
+
+
+def _prove_tower(kind: str, tower: str | None, directory: Path | None) -> MediaFacts:
+    problem = "which no check without weights can prove"
+    if directory is not None and has_weights(directory):
+        try:
+            return require_facts(directory, kind)
+        except UnsupportedModel as error:
+            problem = f"with which it is not exact: {error}"
+    raise UnsupportedModel(
+        f"{kind!r} is proven with a vision tower of type {PROVEN[kind].tower!r}, and this checkpoint has {tower!r}, "
+        f"{problem}. Compare it with generate(), then call trinity.stages.models.register_adapter({kind!r}, ...)"
+    )
+
+
+def is_multimodal(config: Any) -> bool:
+    """Tell if transformers lists a config's type as multimodal."""
+    return str(config.model_type) in _multimodal_types()
 
 
 def media_fields(config: Any) -> list[str]:

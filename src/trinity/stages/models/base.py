@@ -190,16 +190,20 @@ class ModelAdapter:
 
     def head(self, model: Any, hidden: Tensor) -> Tensor:
         """Compute logits [rows, vocabulary] of hidden states [rows, hidden], as the model's own forward does."""
-        logits: Tensor = model.get_output_embeddings()(hidden)
-        factor, divisor, cap = (getattr(self.config, name, None) for name in _HEAD_FIELDS)
-        if factor is not None:
-            logits = logits * factor
-        if divisor is not None:
-            logits = logits / divisor
-        return logits if cap is None else torch.tanh(logits / cap) * cap
+        return scale_logits(model.get_output_embeddings()(hidden), self.config)
 
 
-_HEAD_FIELDS = ("logit_scale", "logits_scaling", "final_logit_softcapping")  # Cohere, Granite, Gemma 2
+HEAD_FIELDS = ("logit_scale", "logits_scaling", "final_logit_softcapping")  # Cohere, Granite, Gemma 2
+
+
+def scale_logits(logits: Tensor, config: Any) -> Tensor:
+    """Apply the factor, divisor and soft cap of logits that a config names."""
+    factor, divisor, cap = (getattr(config, name, None) for name in HEAD_FIELDS)
+    if factor is not None:
+        logits = logits * factor
+    if divisor is not None:
+        logits = logits / divisor
+    return logits if cap is None else torch.tanh(logits / cap) * cap
 
 
 def group_alike(items: Sequence[MediaInputs], shape: Any) -> list[list[int]]:

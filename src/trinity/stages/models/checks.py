@@ -18,6 +18,7 @@ from trinity.stages.kernels.probes import FAR_POSITIONS, find_limits
 from trinity.stages.kernels.swaps import drop_swaps, without_swaps
 from trinity.stages.models.base import ModelAdapter
 from trinity.stages.models.float32_forward import in_float32
+from trinity.stages.models.generic import GenericAdapter
 from trinity.stages.models.loaded_model import LoadedModel
 from trinity.stages.models.registry import HOW_TO_ADD, known_models
 from trinity.stages.models.state_probe import STATE_KINDS, STATELESS_KINDS, list_layer_kinds
@@ -188,4 +189,7 @@ _CUTS = ((0, _CUT), (_CUT, _LENGTH))
 
 def set_attention(model: Any, adapter: ModelAdapter, name: str) -> None:
     """Set the attention implementation of the text model only."""
+    if isinstance(adapter, GenericAdapter):
+        adapter.language(model).set_attn_implementation(name)
+        return
     model.set_attn_implementation({"text_config": name} if adapter.multimodal else name)

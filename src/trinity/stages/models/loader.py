@@ -87,7 +87,7 @@ def load_model(
         torch.set_num_threads(threads)
     config = read_config(directory)
     files = identify_files(directory)
-    adapter, known = find_adapter(config)
+    adapter, known = find_adapter(config, directory)
     refuse_layers(adapter)
     read_quantization(directory)
     if letters == "E" and not adapter.multimodal:
@@ -141,7 +141,7 @@ def count_weight_bytes(
     """
     directory = Path(model_dir)
     config = read_config(directory)
-    adapter, _ = find_adapter(config)
+    adapter, _ = find_adapter(config, directory)
     kind, fields = _pick_dtype(dtype, config), read_quantization(directory)
     keep = device is not None and choose_fp8(fields, directory, kind, device)
     register_attention()
@@ -257,8 +257,8 @@ def _make_empty_part(directory: Path, name: str, dtype: torch.dtype, keep_fp8: b
     """Make the modules of a part without weights, on the meta device."""
     fields = read_quantization(directory)
     config = read_config(directory)
-    adapter, _ = find_adapter(config)
-    with _lock, _quiet(), torch.device("meta"):
+    adapter, _ = find_adapter(config, directory)
+    with _lock, quiet(), torch.device("meta"):
         part = _partial_class(find_model_class(config), adapter, name)._from_config(config, dtype=dtype)
         if fields is not None and keep_fp8:
             convert_to_fp8(part, fields, directory)
@@ -279,11 +279,11 @@ def _fingerprint(directory: Path, dtype: torch.dtype) -> str:
 def _load_part(directory: Path, name: str, dtype: torch.dtype, keep_fp8: bool = False) -> Any:
     """Load a model of the checkpoint's class with the weights of one part and its own copy of the config."""
     config = read_config(directory)
-    adapter, _ = find_adapter(config)
+    adapter, _ = find_adapter(config, directory)
     fields = read_quantization(directory)
     if fields is not None:
         prepare_quantized(config, fields, directory, keep_fp8)
-    with nullcontext() if _shows_bar(directory) else _quiet():
+    with nullcontext() if _shows_bar(directory) else quiet():
         try:
             model, report = _partial_class(find_model_class(config), adapter, name, directory).from_pretrained(
                 directory,
@@ -386,7 +386,7 @@ def _shows_bar(directory: Path) -> bool:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Keep transformers from showing a bar."""
     from transformers.utils import logging as untyped
 

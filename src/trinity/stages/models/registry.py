@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any
 
 from trinity.errors import UnsupportedModel
@@ -10,6 +11,7 @@ from trinity.preprocess import model_types
 from trinity.preprocess.model_types import ENTRY_POINTS, PROVEN
 from trinity.stages.models.base import ModelAdapter
 from trinity.stages.models.families import Gemma3, Idefics, Llava, LlavaOneVision, MiniCPM, TiledLlava, VideoLlama3
+from trinity.stages.models.generic import GenericAdapter
 
 HOW_TO_ADD = (
     "To add one, subclass trinity.stages.models.ModelAdapter and name it in an entry point of group "
@@ -59,14 +61,19 @@ def known_models() -> list[str]:
     return sorted({*_adapters, *(point.name for point in entry_points(group=ENTRY_POINTS))})
 
 
-def find_adapter(config: Any) -> tuple[ModelAdapter, bool]:
+def find_adapter(config: Any, directory: Path | None = None) -> tuple[ModelAdapter, bool]:
     """Find the adapter for ``config``; the second result is False if the model must pass the self-check.
+
+    ``directory`` (None): its checkpoint, whose proof is asked for where the type is not listed.
 
     Raises ``UnsupportedModel`` if a multimodal type or its vision tower is not proven, because a check on text would
     not show how its media are laid out and attended to, if the adapter sees no media in a config that has some, or if
     an entry point names something that is no ModelAdapter.
     """
-    model_types.check_config(config)
+    facts = model_types.check_config(config, directory)
+    if facts is not None:
+        generic = GenericAdapter(config, facts)
+        return generic, is_known_text(generic)
     kind = _adapters.get(config.model_type) or _from_entry_point(config.model_type)
     adapter = (kind or ModelAdapter)(config)
     if kind is None and adapter.text_config is not config:

@@ -1,0 +1,78 @@
+"""Command ``trinity check MODEL``: prove a checkpoint against its own ``generate()`` and say in words what serves.
+
+A multimodal model is loaded whole, in float32 on the CPU, and this library's route is compared with the model's own:
+prompt ids, features, positions, attention, logits and greedy tokens. Of a text model the logits through a paged cache
+are. With ``--weights`` it prints or compares digests of the checkpoint's files instead.
+
+example:
+  trinity check path/to/model
+  trinity check --weights path/to/model > digests
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from trinity.errors import UnsupportedModel
+from trinity.memory import weight_check
+from trinity.preprocess.checkpoint import read_config
+from trinity.preprocess.model_types import is_multimodal
+from trinity.preprocess.verdicts import ProofPart, Verdict
+
+_WIDTH = 14
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Check a model, or with ``--weights`` its files; 0 if it serves, 1 if not, 2 if the question is wrong."""
+    parser = argparse.ArgumentParser(
+        prog="trinity check", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("model", nargs="?", type=Path, help="a checkpoint's directory, to prove")
+    parser.add_argument("--weights", type=Path, help="a checkpoint's directory, whose files are hashed instead")
+    parser.add_argument("--digest", type=Path, help="with --weights: a file of digests to compare with")
+    given = parser.parse_args(arguments)
+    if given.weights is not None:
+        digest = [] if given.digest is None else ["--digest", str(given.digest)]
+        return weight_check.main(["--weights", str(given.weights), *digest])
+    if given.model is None or given.digest is not None:
+        parser.error("give a checkpoint's directory, or --weights and one")
+    return check_model(given.model)
+
+
+def check_model(directory: Path) -> int:
+    """Prove a checkpoint and print the verdict; 0 if it serves, else 1."""
+    config = read_config(directory)
+    verdict = _prove_media(directory) if is_multimodal(config) else _check_text(directory, str(config.model_type))
+    for part in verdict.parts:
+        print(f"{part.name:<{_WIDTH}} {'ok' if part.passed else 'DIFFERS':<8} {part.said}")
+    print(f"loaded in {verdict.load_s:.1f} s, checked in {verdict.proof_s:.1f} s")
+    if verdict.failed is None:
+        print(f"{verdict.model_type} serves: {', '.join(verdict.serves)}")
+        return 0
+    print(f"{verdict.model_type} is refused: its {verdict.failed.name} differ from the model's own")
+    return 1
+
+
+def _prove_media(directory: Path) -> Verdict:
+    from trinity.stages.proof import prove
+
+    return prove(directory)
+
+
+def _check_text(directory: Path, model_type: str) -> Verdict:
+    """Run the self-check of a text model, which knows one part."""
+    from trinity.stages.models import load_model
+    from trinity.stages.models.checks import self_check
+
+    said = "prefill in two chunks and a decode through a paged cache agree with its own forward, near and far"
+    try:
+        self_check(load_model(directory, "PD", dtype="float32"))
+    except UnsupportedModel as error:
+        return Verdict(model_type=model_type, parts=(ProofPart("logits", False, str(error)),))
+    return Verdict(model_type=model_type, parts=(ProofPart("logits", True, said),), serves=("text",))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,200 @@
+"""Verdicts of the proof of a multimodal checkpoint that nobody listed: kept in the cache folder, asked for at load.
+
+The proof itself (``trinity.stages.proof``) needs the whole model, and a front end or an E has only a part. So whoever
+needs a verdict first has the proof run in a process of its own; all others of this user and host read what it found. A
+verdict is that of these files and of these versions of the libraries. A proof that was not run, or did not end, is no
+verdict.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import msgspec
+
+from trinity.errors import UnsupportedModel
+from trinity.errors.cache_files import cache_folder, read_cached, write_cached
+
+PROOF_MODULE = "trinity.stages.proof"
+MOST_SECONDS = 3600.0  # of one proof
+MOST_VERDICTS = 256  # files that the folder keeps
+_MOST_SAID = 600  # characters of what a failed process said
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+_LIBRARIES = ("transformers", "torch", "tokenizers", "pillow", "trinity-epd")
+
+
+class MediaFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What a generic adapter must know of a checkpoint beyond its config: found by trying, confirmed by the proof.
+
+    - ``language`` ("language_model"): name of the text model within the model's base.
+    - ``image_token_id``, ``image_token``: placeholder of images, as an id and as text.
+    - ``whole_media`` (False): tokens of one image see each other in both directions.
+    - ``joined`` (False): items of equal shapes may be encoded as one batch.
+    - ``head`` ("config"): whose factors the output head applies: those of the "config", of its "text" part, or "none".
+    - ``first`` (0): rotary position of the first token.
+    """
+
+    language: str = "language_model"
+    image_token_id: int = -1
+    image_token: str = ""
+    whole_media: bool = False
+    joined: bool = False
+    head: str = "config"
+    first: int = 0
+
+
+class ProofPart(msgspec.Struct, frozen=True):
+    """One part of a proof: what it compared, whether that agreed, and the figures in words."""
+
+    name: str
+    passed: bool
+    said: str
+
+
+class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+    """Outcome of a proof.
+
+    - ``model_type``: of the checkpoint. ``parts``: what was compared, in order; the first that failed ended it.
+    - ``serves``: kinds of input that serve ("text", "image"); none if a part failed.
+    - ``facts``: for the adapter. ``load_s``, ``proof_s``: seconds to load the whole, and for the rest.
+    """
+
+    model_type: str
+    parts: tuple[ProofPart, ...] = ()
+    serves: tuple[str, ...] = ()
+    facts: MediaFacts = MediaFacts()
+    load_s: float = 0.0
+    proof_s: float = 0.0
+
+    @property
+    def failed(self) -> ProofPart | None:
+        """The part that differed."""
+        return next((part for part in self.parts if not part.passed), None)
+
+
+_trial: ContextVar[tuple[Path, MediaFacts] | None] = ContextVar("trial", default=None)
+_known: dict[str, Verdict] = {}
+
+
+@contextmanager
+def on_trial(directory: Path, facts: MediaFacts) -> Iterator[None]:
+    """Have this context load ``directory`` with these facts, which are to be proven."""
+    token = _trial.set((directory.resolve(), facts))
+    try:
+        yield
+    finally:
+        _trial.reset(token)
+
+
+def require_facts(directory: Path, model_type: str) -> MediaFacts:
+    """Return the facts of a checkpoint that is proven, or has the proof run first.
+
+    Raises ``UnsupportedModel`` with the part that differed, or with why no proof could be run.
+    """
+    tried = _trial.get()
+    if tried is not None and tried[0] == directory.resolve():
+        return tried[1]
+    verdict = find_verdict(directory) or _run_proof(directory, model_type)
+    if verdict.failed is not None:
+        raise UnsupportedModel(
+            f"the multimodal {model_type!r} has no adapter, and its self-check found that the {verdict.failed.name} "
+            f"differ from the model's own: {verdict.failed.said}. Run python -m trinity.check {directory} for all of it"
+        )
+    if "image" not in verdict.serves:
+        raise UnsupportedModel(f"the self-check of the multimodal {model_type!r} proved no images")
+    return verdict.facts
+
+
+def find_verdict(directory: Path) -> Verdict | None:
+    """Return the verdict of these very files, if there is one."""
+    name = identify(directory)
+    if name not in _known and (content := read_cached(_place(name))) is not None:
+        try:
+            _known[name] = msgspec.json.decode(content, type=Verdict)
+        except msgspec.MsgspecError:
+            return None
+    return _known.get(name)
+
+
+def keep_verdict(directory: Path, verdict: Verdict) -> None:
+    """Keep a verdict for this process, and in the cache folder for others."""
+    name = identify(directory)
+    _known[name] = verdict
+    write_cached(_place(name), msgspec.json.encode(verdict), MOST_VERDICTS)
+
+
+def has_weights(directory: Path) -> bool:
+    """Tell if there are files of weights at all."""
+    return any(path.suffix in _WEIGHTS for path in directory.iterdir())
+
+
+def identify(directory: Path) -> str:
+    """Digest what a verdict is of: small files by content, weights by size and time, and the libraries' versions."""
+    found = hashlib.sha256(repr([_version(name) for name in _LIBRARIES]).encode())
+    for path in sorted(each for each in directory.resolve().iterdir() if each.is_file()):
+        stat = path.stat()
+        found.update(f"{path.name} {stat.st_size} ".encode())
+        small = path.suffix not in _WEIGHTS and stat.st_size < 1 << 26
+        found.update(path.read_bytes() if small else str(stat.st_mtime_ns).encode())
+    return found.hexdigest()[:32]
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
+
+
+def _place(name: str) -> Path:
+    return cache_folder() / "proofs" / f"{name}.json"
+
+
+def _run_proof(directory: Path, model_type: str) -> Verdict:
+    """Run the proof in a process of its own: it holds the whole model, and ends with it."""
+    command = [sys.executable, "-m", PROOF_MODULE, str(directory)]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    try:
+        with _one_at_a_time(directory):
+            if (found := find_verdict(directory)) is not None:
+                return found
+            ended = subprocess.run(command, capture_output=True, timeout=MOST_SECONDS, env=environment, check=False)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise UnsupportedModel(f"the self-check of the multimodal {model_type!r} could not be run: {error}") from error
+    try:
+        verdict = msgspec.json.decode(ended.stdout, type=Verdict)
+    except msgspec.MsgspecError:
+        said = ended.stderr.decode("utf-8", "replace").strip()[-_MOST_SAID:]
+        raise UnsupportedModel(
+            f"the self-check of the multimodal {model_type!r} ended with code {ended.returncode} and no verdict; "
+            f"run python -m trinity.check {directory} to see why: {said}"
+        ) from None
+    keep_verdict(directory, verdict)
+    return verdict
+
+
+@contextmanager
+def _one_at_a_time(directory: Path) -> Iterator[None]:
+    """Have the first that asks for a verdict run the proof, and others wait for it, where files can be locked."""
+    try:
+        import fcntl
+
+        path = _place(identify(directory)).with_suffix(".lock")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
+    except (ImportError, OSError):
+        yield
+        return
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)

@@ -1,0 +1,58 @@
+"""The adapter of multimodal types that nobody listed: ModelAdapter with the facts that the proof found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from trinity.core.messages import MediaSpan
+from trinity.preprocess.verdicts import MediaFacts
+from trinity.stages.models.base import MediaInputs, ModelAdapter, RotaryPositions, scale_logits
+
+
+class GenericAdapter(ModelAdapter):
+    """Adapter of one proven checkpoint; ``facts`` are those of its verdict."""
+
+    def __init__(self, config: Any, facts: MediaFacts) -> None:
+        super().__init__(config)
+        self.facts = facts
+        self.whole_media = facts.whole_media  # type: ignore[misc]
+
+    @property
+    def media_tokens(self) -> dict[str, int]:
+        return {"image": self.facts.image_token_id}
+
+    @property
+    def multimodal(self) -> bool:
+        return True
+
+    def language_name(self, model: Any) -> str | None:
+        return self.facts.language
+
+    def language(self, model: Any) -> Any:
+        """Return the text model; of a whole causal model the part below its head."""
+        found = getattr(model.base_model, self.facts.language)
+        return found.base_model if found.get_output_embeddings() is not None else found
+
+    def collate(self, items: Sequence[MediaInputs]) -> Iterator[tuple[list[int], dict[str, Tensor]]]:
+        if self.facts.joined:
+            yield from super().collate(items)
+        else:
+            for index, item in enumerate(items):
+                yield [index], dict(item)
+
+    def positions(
+        self, model: Any, prompt: np.ndarray, spans: Sequence[MediaSpan], kinds: np.ndarray
+    ) -> RotaryPositions:
+        if self.axes == 1:
+            return RotaryPositions(None, self.facts.first)
+        return super().positions(model, prompt, spans, kinds)
+
+    def head(self, model: Any, hidden: Tensor) -> Tensor:
+        logits: Tensor = model.get_output_embeddings()(hidden)
+        if self.facts.head == "none":
+            return logits
+        return scale_logits(logits, self.config if self.facts.head == "config" else self.text_config)

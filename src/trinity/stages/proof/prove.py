@@ -1,0 +1,221 @@
+"""Runs a proof: each part of this library's route against the model's own, from the prompt to its greedy tokens."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from trinity.errors import TrinityError
+from trinity.preprocess.verdicts import MediaFacts, ProofPart, Verdict, keep_verdict
+from trinity.stages.models.generic import GenericAdapter
+from trinity.stages.proof.prompts import ProofPrompt, make_picture, one_image, text_alone, three_images
+from trinity.stages.proof.reference import Expected
+from trinity.stages.proof.subject import TOLERANCE, Differs, Subject, relative_error
+from trinity.stages.proof.trial import CHUNK, Trial
+
+_LEAST_CHANGE = 10 * TOLERANCE  # of logits by another image: less would be too little to see a fault by
+
+Proof = Callable[[Subject, MediaFacts], Iterator[ProofPart]]
+
+
+def prove(directory: Path, make_adapter: Any = GenericAdapter) -> Verdict:
+    """Load a multimodal checkpoint whole, run every part of its proof, and keep the verdict.
+
+    ``make_adapter`` (``GenericAdapter``): (config, facts) -> the adapter on trial; with another the verdict is not
+    kept. Raises ``ConfigError`` and what transformers raises where the checkpoint cannot be loaded at all.
+    """
+    begun = time.monotonic()
+    subject = Subject.load(directory, make_adapter)
+    loaded = time.monotonic()
+    parts, serves = list[ProofPart](), list[str]()
+    facts = MediaFacts()
+    try:
+        for part, found in _prove_images(subject):
+            parts.append(part)
+            facts = found
+        serves.append("image")
+        for kind, proof in PROOFS.items():
+            parts += proof(subject, facts)
+            serves.append(kind)
+    except Differs as error:
+        parts.append(ProofPart(error.name, False, error.said))
+    verdict = Verdict(
+        model_type=str(subject.config.model_type),
+        parts=tuple(parts),
+        serves=tuple(serves),
+        facts=facts,
+        load_s=loaded - begun,
+        proof_s=time.monotonic() - loaded,
+    )
+    if make_adapter is GenericAdapter:
+        keep_verdict(directory, verdict)
+    return verdict
+
+
+def _prove_images(subject: Subject) -> Iterator[tuple[ProofPart, MediaFacts]]:
+    """Prove images, and find the facts on the way."""
+    prompts = (one_image(), three_images())
+    expected = [subject.expect(prompt) for prompt in prompts]
+    facts = subject.guess_facts(expected[0])
+    yield (
+        ProofPart(
+            "processor", True, f"loads, and expands an image to {expected[0].ids.count(facts.image_token_id)} tokens"
+        ),
+        facts,
+    )
+    trial = open_trial(subject, facts)
+    try:
+        for prompt, wanted in zip(prompts, expected, strict=True):
+            yield _prove_ids(trial, prompt, wanted), facts
+            yield _prove_features(trial, prompt, wanted), facts
+            yield _prove_positions(trial, prompt, wanted), facts
+    finally:
+        trial.close()
+    facts, part = _find_attention(subject, facts, prompts[1], expected[1])
+    yield part, facts
+    facts = _find_joined(subject, facts)
+    for prompt, wanted in zip(prompts, expected, strict=True):
+        yield prove_logits(subject, facts, prompt, wanted, CHUNK), facts
+    yield _prove_control(subject, expected[0]), facts
+
+
+def _prove_text(subject: Subject, facts: MediaFacts) -> Iterator[ProofPart]:
+    prompt = text_alone()
+    yield prove_logits(subject, facts, prompt, subject.expect(prompt), CHUNK)
+
+
+PROOFS: dict[str, Proof] = {"text": _prove_text}
+"""Further kinds of input, each with its proof: parts in order, or ``Differs``. Images come first, with the facts."""
+
+
+def open_trial(subject: Subject, facts: MediaFacts) -> Trial:
+    """Open a trial of these facts. Raises ``Differs`` where this library refuses the model."""
+    try:
+        return Trial(subject.directory, subject.model, facts, subject.reference.has_template, subject.make_adapter)
+    except TrinityError as error:
+        raise Differs("layers or processor", f"not served: {error!s:.400}") from error
+
+
+def _run(name: str, run: Callable[[], Any]) -> Any:
+    """Run a part of this library's route; what it raises is what differs."""
+    try:
+        return run()
+    except Differs:
+        raise
+    except Exception as error:
+        raise Differs(name, f"this library's route fails ({type(error).__name__}: {error!s:.300})") from error
+
+
+def _prove_ids(trial: Trial, prompt: ProofPrompt, expected: Expected) -> ProofPart:
+    name = "prompt ids"
+    ids = list(_run(name, lambda: trial.process(prompt)).work.prompt)
+    if ids != expected.ids:
+        at = next((i for i, pair in enumerate(zip(ids, expected.ids, strict=False)) if pair[0] != pair[1]), "the end")
+        raise Differs(name, f"{len(ids)} tokens for {prompt.name}, and {len(expected.ids)} by its own; first at {at}")
+    return ProofPart(name, True, f"{len(ids)} tokens for {prompt.name}, all equal")
+
+
+def _prove_features(trial: Trial, prompt: ProofPrompt, expected: Expected) -> ProofPart:
+    name = "features"
+    made = trial.process(prompt)
+    rows = torch.cat(_run(name, lambda: trial.features(made)))
+    if expected.embeds is None:
+        return ProofPart(name, True, f"{len(rows)} rows for {prompt.name}; compared by their logits alone")
+    at = torch.tensor([number == trial.facts.image_token_id for number in expected.ids])
+    error = relative_error(rows[:, : expected.embeds.shape[-1]], expected.embeds[at])
+    if error > TOLERANCE:
+        raise Differs(name, f"{len(rows)} rows for {prompt.name} are {error:.2g} off")
+    return ProofPart(name, True, f"{len(rows)} rows for {prompt.name}, {error:.1g} off at most")
+
+
+def _prove_positions(trial: Trial, prompt: ProofPrompt, expected: Expected) -> ProofPart:
+    name = "positions"
+    work = trial.process(prompt).work
+    found = torch.from_numpy(_run(name, lambda: trial.positions(work)))
+    if expected.positions is None:
+        return ProofPart(name, True, "the model names none; compared by its logits alone")
+    own = expected.positions[-found.shape[0] :]  # some put the text's own in front
+    if own.shape != found.shape or not torch.equal(own.long(), found.long()):
+        raise Differs(name, f"rotary positions of {prompt.name} differ in {found.shape[0]} axes")
+    return ProofPart(name, True, f"{found.shape[0]} axes for {prompt.name}, up to {int(found.max())}, all equal")
+
+
+def _find_attention(
+    subject: Subject, facts: MediaFacts, prompt: ProofPrompt, expected: Expected
+) -> tuple[MediaFacts, ProofPart]:
+    """Find which attention among an image's tokens, and which head, the model has: by the logits of one prefill."""
+    errors = []
+    for choice in subject.list_choices():
+        tried = msgspec.structs.replace(facts, **choice)
+        error = measure_logits(subject, tried, prompt, expected, None)
+        if error <= TOLERANCE:
+            way = "in both directions" if tried.whole_media else "causal"
+            said = f"among an image's tokens {way}; logits of one prefill of {prompt.name} {error:.1g} off"
+            return tried, ProofPart("attention", True, said)
+        errors.append(error)
+    said = f"logits of one prefill are {errors[0]:.2g} off with causal images, {errors[-1]:.2g} with both directions"
+    raise Differs("attention among an image's tokens", said)
+
+
+def measure_logits(
+    subject: Subject, facts: MediaFacts, prompt: ProofPrompt, expected: Expected, chunk: int | None
+) -> float:
+    """Return the relative error of the logits of a prompt; infinite where tokens differ."""
+    trial = open_trial(subject, facts)
+    try:
+        found = _run("logits", lambda: trial.run(trial.process(prompt), chunk))
+    finally:
+        trial.close()
+    same = next((i for i, pair in enumerate(zip(found.tokens, expected.tokens, strict=True)) if pair[0] != pair[1]), -1)
+    error = relative_error(found.logits, expected.logits) if same < 0 else float("inf")
+    return relative_error(found.logits[0], expected.logits[0]) if error == float("inf") and same else error
+
+
+def prove_logits(
+    subject: Subject, facts: MediaFacts, prompt: ProofPrompt, expected: Expected, chunk: int | None
+) -> ProofPart:
+    """Prove the logits and greedy tokens of a prompt in chunks that cut through its media."""
+    trial = open_trial(subject, facts)
+    try:
+        found = _run("logits", lambda: trial.run(trial.process(prompt), chunk))
+    finally:
+        trial.close()
+    error = relative_error(found.logits, expected.logits)
+    if error > TOLERANCE:
+        raise Differs("logits under chunking", f"{error:.2g} off for {prompt.name} in chunks of {chunk}")
+    if found.tokens != expected.tokens:
+        raise Differs("greedy tokens", f"{found.tokens} for {prompt.name}, and {expected.tokens} by its own generate()")
+    said = f"{prompt.name} in chunks of {chunk}, {len(found.tokens)} tokens decoded: {error:.1g} off, tokens equal"
+    return ProofPart("logits", True, said)
+
+
+def _find_joined(subject: Subject, facts: MediaFacts) -> MediaFacts:
+    """Find out whether images of one size give the same features in one batch as alone."""
+    pictures = (make_picture(7, 80, 60), make_picture(8, 80, 60))
+    prompt = ProofPrompt("two images", three_images().messages[-1:], pictures)
+    joined = msgspec.structs.replace(facts, joined=True)
+    rows = []
+    for each in (facts, joined):
+        trial = open_trial(subject, each)
+        try:
+            rows.append(torch.cat(trial.features(trial.process(prompt))))
+        except Exception:  # what a model says to a batch that it cannot take
+            return facts
+        finally:
+            trial.close()
+    return joined if relative_error(rows[1], rows[0]) <= TOLERANCE / 100 else facts
+
+
+def _prove_control(subject: Subject, expected: Expected) -> ProofPart:
+    other = subject.expect(one_image(seed=1))
+    change = relative_error(other.logits[0], expected.logits[0])
+    if change < _LEAST_CHANGE:
+        raise Differs(
+            "control", f"another image changes the model's own logits by {change:.1g} only: nothing is proven"
+        )
+    return ProofPart("control", True, f"another image changes the logits by {change:.1g}")

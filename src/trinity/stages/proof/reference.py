@@ -1,0 +1,134 @@
+"""The reference of a proof: the whole model with its own processor, and what it gives its text model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trinity.preprocess.loader import load_processor
+from trinity.stages.proof.prompts import ProofPrompt, one_image
+
+OUTPUTS = 4
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What transformers' documented route says of a prompt.
+
+    - ``ids``: of the prompt. ``logits`` [outputs, vocabulary], ``tokens``: of ``generate()``.
+    - ``embeds`` ([tokens, hidden]), ``positions`` ([axes, tokens]): what the text model was given; None if nothing.
+    - ``inputs``: of the model, by name.
+    """
+
+    ids: list[int]
+    logits: Tensor
+    tokens: list[int]
+    embeds: Tensor | None
+    positions: Tensor | None
+    inputs: dict[str, Any]
+
+
+class Reference:
+    """The whole model in float32, its processor and its chat template."""
+
+    def __init__(self, directory: Path, config: Any, model: Any) -> None:
+        from transformers import AutoTokenizer
+
+        words: Any = AutoTokenizer.from_pretrained
+        tokenizer = words(directory, local_files_only=True, trust_remote_code=False)
+        self.processor = load_processor(directory, config, tokenizer)
+        self.tokenizer, self.model, self.config = tokenizer, model, config
+
+    @property
+    def grids(self) -> Any:
+        """The model's own way to compute positions of media, which asks for the kind of each token; None if none."""
+        return getattr(self.model.base_model, "get_rope_index", None)
+
+    @property
+    def has_template(self) -> bool:
+        return bool(getattr(self.processor, "chat_template", None))
+
+    def explain_refusal(self, token: str) -> str:
+        """Say why the processor does not take a text with this token for an image; "" if it does."""
+        prompt = one_image()
+        if self.has_template:
+            chat = [dict(message) for message in prompt.messages]
+            if self.processor.apply_chat_template(chat, tokenize=False).count(token) != 1:
+                return "its chat template does not write it once for an image"
+        try:
+            found = self.processor(text=[token], images=[list(prompt.images)], return_tensors="pt")
+        except Exception as error:  # processors raise what they like
+            return f"{type(error).__name__}: {error!s:.200}"
+        return "" if int(found["input_ids"].shape[-1]) > 1 else "it is not expanded"
+
+    def inputs(self, prompt: ProofPrompt, token: str) -> dict[str, Any]:
+        """Make a model's inputs as transformers documents it: by the chat template, or else from raw text."""
+        if self.has_template:
+            left = iter(prompt.images)
+            chat = [
+                {**message, "content": [_with_image(part, left) for part in message["content"]]}
+                for message in prompt.messages
+            ]
+            settings = {"tokenize": True, "return_dict": True, "return_tensors": "pt", "add_generation_prompt": True}
+            further = {} if self.grids is None else {"processor_kwargs": {"return_mm_token_type_ids": True}}
+            return dict(self.processor.apply_chat_template(chat, **settings, **further))
+        text = raw_text(prompt).replace("<image>", token)
+        return dict(
+            self.processor(text=[text], images=[list(prompt.images)] if prompt.images else None, return_tensors="pt")
+        )
+
+    @torch.inference_mode()
+    def expect(self, prompt: ProofPrompt, token: str, language: Any) -> Expected:
+        """Run the model's own ``generate()`` on a prompt, and note what its text model is given first."""
+        inputs = self.inputs(prompt, token)
+        with _noted(language) as notes:
+            found = self.model.generate(
+                **inputs,
+                max_new_tokens=OUTPUTS,
+                min_new_tokens=OUTPUTS,
+                do_sample=False,
+                return_dict_in_generate=True,
+                output_logits=True,
+            )
+        first = notes[0] if notes else {}
+        length = inputs["input_ids"].shape[1]
+        embeds, positions = first.get("inputs_embeds"), first.get("position_ids")
+        return Expected(
+            ids=inputs["input_ids"][0].tolist(),
+            logits=torch.cat(list(found.logits)).float(),
+            tokens=found.sequences[0, -OUTPUTS:].tolist(),
+            embeds=None if embeds is None or embeds.shape[1] != length else embeds[0],
+            positions=None if positions is None or positions.shape[-1] != length else positions.reshape(-1, length),
+            inputs=inputs,
+        )
+
+
+def raw_text(prompt: ProofPrompt) -> str:
+    """Write a prompt as text, with ``<image>`` for each image, for models without a chat template."""
+    parts = [part for message in prompt.messages for part in message["content"]]
+    return " ".join("<image>" if part["type"] == "image" else part["text"] for part in parts)
+
+
+def _with_image(part: dict[str, Any], images: Iterator[Any]) -> dict[str, Any]:
+    return {**part, "image": next(images)} if part["type"] == "image" else part
+
+
+@contextmanager
+def _noted(language: Any) -> Iterator[list[dict[str, Any]]]:
+    """Note what ``language`` is given, by name, for each of its calls."""
+    notes: list[dict[str, Any]] = []
+
+    def note(module: Any, given: Any, named: dict[str, Any]) -> None:
+        notes.append({name: value.clone() for name, value in named.items() if isinstance(value, Tensor)})
+
+    hook = language.register_forward_pre_hook(note, with_kwargs=True)
+    try:
+        yield notes
+    finally:
+        hook.remove()

@@ -1,0 +1,167 @@
+"""The subject of a proof: a checkpoint loaded whole, and what its structure tells of its media."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trinity.preprocess.checkpoint import read_config
+from trinity.preprocess.verdicts import MediaFacts
+from trinity.stages.models.base import HEAD_FIELDS, ModelAdapter
+from trinity.stages.models.loader import find_model_class, quiet
+from trinity.stages.proof.prompts import ProofPrompt
+from trinity.stages.proof.reference import Expected, Reference
+
+TOLERANCE = 1e-3  # of logits and features, relative to the largest; float32 is exact to about 1e-6
+_TOKEN_NAMES = ("image_token", "image_placeholder_token", "boi_token", "image_start_token", "img_token")
+_PLACEHOLDERS = ("image_token_id", "image_token_index", "media_placeholder_token_id")
+
+
+class Differs(Exception):
+    """A part of a proof does not agree: its name, and in words what differs."""
+
+    def __init__(self, name: str, said: str) -> None:
+        super().__init__(f"{name}: {said}")
+        self.name, self.said = name, said
+
+
+@dataclass
+class Subject:
+    """A checkpoint on trial: where it lies, the whole model in float32, and the adapters' class."""
+
+    directory: Path
+    model: Any
+    make_adapter: Any
+
+    @classmethod
+    def load(cls, directory: Path, make_adapter: Any) -> Subject:
+        """Load the whole model in float32, all in this process."""
+        config = read_config(directory)
+        kind = find_model_class(config)
+        with quiet():
+            model = kind.from_pretrained(
+                directory, config=config, dtype=torch.float32, local_files_only=True, trust_remote_code=False
+            )
+        return cls(directory, model.eval().requires_grad_(False), make_adapter)
+
+    @property
+    def config(self) -> Any:
+        return self.model.config
+
+    @cached_property
+    def reference(self) -> Reference:
+        """The model's own route. Raises ``Differs`` if its processor does not load."""
+        try:
+            found = Reference(self.directory, self.config, self.model)
+        except Exception as error:
+            raise Differs("processor", f"it cannot be loaded here ({type(error).__name__}: {error!s:.300})") from error
+        if self.config.is_encoder_decoder:
+            raise Differs(
+                "text model", "it is an encoder-decoder, and keys and values of an encoder are no blocks here"
+            )
+        if found.processor is None or not hasattr(found.processor, "image_processor"):
+            raise Differs("processor", "it has no image processor")
+        return found
+
+    @cached_property
+    def image_token(self) -> str:
+        """Text that stands for an image in a prompt, which the processor expands. Raises ``Differs``."""
+        refusals = {}
+        for token in self._image_tokens():
+            refusals[token] = self.reference.explain_refusal(token)
+            if not refusals[token]:
+                return token
+        said = "; ".join(f"{token}: {why}" for token, why in refusals.items())
+        raise Differs("placeholder", f"no token stands for an image in its processor ({said})")
+
+    def _image_tokens(self) -> list[str]:
+        """List texts that may stand for an image, likely ones first."""
+        found = []
+        for holder in (self.reference.processor, self.reference.tokenizer):
+            found += [getattr(holder, name, None) for name in _TOKEN_NAMES]
+        number = self._config_placeholder()
+        found.append(None if number is None else self.reference.tokenizer.convert_ids_to_tokens(number))
+        return list(dict.fromkeys(str(each) for each in [*found, "<image>"] if each is not None))
+
+    def _config_placeholder(self) -> int | None:
+        found = (getattr(self.config, name, None) for name in _PLACEHOLDERS)
+        return next((number for number in found if isinstance(number, int) and number >= 0), None)
+
+    def find_placeholder(self, ids: list[int]) -> int:
+        """Find the token id whose rows features replace, in the ids of a prompt with an image. Raises ``Differs``."""
+        named = [self._config_placeholder(), getattr(self.reference.processor, "image_token_id", None)]
+        token = getattr(self.reference.processor, "image_token", None)
+        named += [
+            self.reference.tokenizer.convert_tokens_to_ids(str(each)) for each in (token, self.image_token) if each
+        ]
+        for number in named:
+            if isinstance(number, int) and number in ids:
+                return number
+        raise Differs("placeholder", f"none of the tokens {named} that stand for images is in the prompt's ids")
+
+    @cached_property
+    def language_name(self) -> str:
+        """Name of the text model within the model's base. Raises ``Differs``."""
+        base = self.model.base_model
+        children = dict(base.named_children())
+        decoder = self.model.get_decoder()
+        for name, child in children.items():
+            if child is decoder or name in ModelAdapter.language_names:
+                return str(name)
+        for name, child in children.items():
+            if decoder is not None and any(each is decoder for each in child.modules()):
+                return str(name)
+        raise Differs("text model", f"none of {', '.join(children)} in {type(base).__name__} is the text model")
+
+    @property
+    def language(self) -> Any:
+        """The text model below its head."""
+        found = getattr(self.model.base_model, self.language_name)
+        return found.base_model if found.get_output_embeddings() is not None else found
+
+    def expect(self, prompt: ProofPrompt) -> Expected:
+        """Run the model's own route. Raises ``Differs`` if it does not run at all."""
+        try:
+            return self.reference.expect(prompt, self.image_token, self.language)
+        except Differs:
+            raise
+        except Exception as error:
+            said = f"its own generate() fails on the prompt with {prompt.name} ({type(error).__name__}: {error!s:.300})"
+            raise Differs("model's own route", said) from error
+
+    def guess_facts(self, expected: Expected) -> MediaFacts:
+        """Derive facts from the structure and from a prompt with one image."""
+        number = self.find_placeholder(expected.ids)
+        first = 0
+        if expected.positions is not None and expected.positions.shape[0] == 1:
+            first = int(expected.positions[0, 0])
+        return MediaFacts(
+            language=self.language_name,
+            image_token_id=number,
+            image_token=self.image_token,
+            head=self._heads()[0],
+            first=first,
+        )
+
+    def _heads(self) -> list[str]:
+        text = self.config.get_text_config(decoder=True)
+        parts = (("config", self.config), ("text", text))
+        named = [name for name, part in parts if any(getattr(part, each, None) for each in HEAD_FIELDS)]
+        return [*named, "none"] if named else ["config"]
+
+    def list_choices(self) -> list[dict[str, Any]]:
+        """List what may be tried for the attention among an image's tokens and for the head, likely ones first."""
+        return [{"whole_media": whole, "head": head} for whole in (False, True) for head in self._heads()]
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """Return the largest difference relative to the largest value; infinite where a value is not finite."""
+    if found.shape != expected.shape:
+        return float("inf")
+    off = (found.float() - expected.float()).abs().max() / expected.float().abs().max().clamp(min=1e-6)
+    return float(off.nan_to_num(torch.inf))

@@ -1,0 +1,162 @@
+"""This library's route in a proof: its request processor and its stages, over the whole model that is loaded anyway."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trinity.core.messages import Encode, Open, Prefill, Step, Work
+from trinity.memory.block_memory import BlockMemory
+from trinity.preprocess.processor import ProcessedRequest, RequestProcessor
+from trinity.preprocess.verdicts import MediaFacts, on_trial
+from trinity.request import Request, Sampling
+from trinity.stages.attention.interface import PAGED_ATTENTION, register_attention
+from trinity.stages.encode import EncodeStage
+from trinity.stages.language import LanguageStage
+from trinity.stages.models.checks import refuse_layers, set_attention
+from trinity.stages.models.generic import GenericAdapter
+from trinity.stages.models.loaded_model import LoadedModel
+from trinity.stages.proof.prompts import ProofPrompt
+from trinity.stages.proof.reference import OUTPUTS, raw_text
+
+IMAGE_ROWS = 16
+CHUNK = 7  # rows of a chunk: cuts any image
+
+
+@dataclass(frozen=True)
+class Found:
+    """Tokens and logits [outputs, vocabulary] of this library's route."""
+
+    tokens: list[int]
+    logits: Tensor
+
+
+class Trial:
+    """A checkpoint with facts that are to be proven.
+
+    - ``model``: the whole. ``templated``: it has a chat template.
+    - ``make_adapter``: (config, facts) -> the adapter on trial.
+    """
+
+    def __init__(self, directory: Path, model: Any, facts: MediaFacts, templated: bool, make_adapter: Any) -> None:
+        self.facts, self.templated = facts, templated
+        with on_trial(directory, facts):
+            self.processor = RequestProcessor(directory, ignore_generation_config=True)
+        self.adapter: GenericAdapter = make_adapter(model.config, facts)
+        refuse_layers(self.adapter)
+        self.loaded = LoadedModel(
+            *(directory, "EPD", model.config, self.adapter, torch.float32, torch.device("cpu"), ""),
+            vision=model,
+            language=model,
+        )
+
+    def close(self) -> None:
+        """End the processor's threads."""
+        self.processor.close()
+
+    def process(self, prompt: ProofPrompt) -> ProcessedRequest:
+        """Make ids, spans and encoder inputs of a prompt, item by item."""
+        given: dict[str, Any] = {"messages": list(prompt.messages)} if self.templated else {"prompt": raw_text(prompt)}
+        asked = Request(
+            images=list(prompt.images),
+            max_tokens=OUTPUTS,
+            request_id=prompt.name,
+            sampling=Sampling(ignore_eos=True),
+            **given,
+        )
+        return self.processor.process(asked)
+
+    def encode(self, made: ProcessedRequest) -> tuple[BlockMemory | None, list[tuple[int, ...]]]:
+        """Encode all items without the text model, into blocks that lie scattered."""
+        counts = [-(-span.tokens // IMAGE_ROWS) for span in made.work.media]
+        shape = self.loaded.image_shape(IMAGE_ROWS)
+        if shape is None or not counts:
+            return None, []
+        memory = BlockMemory(shape, sum(counts))
+        free = list(range(sum(counts)))
+        blocks = [tuple(free.pop() for _ in range(count)) for count in counts]
+        encodes = [
+            Encode(made.work.request, number, span, blocks[number], made.inputs[number])
+            for number, span in enumerate(made.work.media)
+        ]
+        with self._without_language():
+            EncodeStage(self.loaded, memory).forward(Step(0, "joint", encodes=tuple(encodes)))
+        return memory, blocks
+
+    def features(self, made: ProcessedRequest) -> list[Tensor]:
+        """Return the rows [tokens, width] of each item, as its blocks hold them."""
+        memory, blocks = self.encode(made)
+        if memory is None:
+            return []
+        return [
+            torch.cat([memory.tensor[block] for block in mine])[: span.tokens].clone()
+            for mine, span in zip(blocks, made.work.media, strict=True)
+        ]
+
+    def positions(self, work: Work) -> np.ndarray:
+        """Compute the rotary positions [axes, length] of a prompt."""
+        ids = np.array(work.prompt, dtype=np.int64)
+        kinds = (ids == self.facts.image_token_id).astype(np.int64)
+        found = self.adapter.positions(self.loaded.language, ids, work.media, kinds)
+        return np.arange(len(ids))[None] + found.delta if found.prompt is None else found.prompt
+
+    def run(self, made: ProcessedRequest, chunk: int | None) -> Found:
+        """Prefill in chunks of ``chunk`` rows (None: in one), decode, and note the logits."""
+        memory, blocks = self.encode(made)
+        kv = BlockMemory(self.loaded.kv_shape(), -(-(len(made.work.prompt) + OUTPUTS) // 16))
+        logits: list[Tensor] = []
+        with self._paged():
+            stage = LanguageStage(
+                self.loaded, kv, memory, observe=lambda request, index, scores: logits.append(scores.clone())
+            )
+            table = tuple(reversed(range(kv.blocks)))
+            stage.open(Open(work=made.work, blocks=table, images=tuple(blocks)))
+            tokens = self._steps(stage, made, chunk or len(made.work.prompt))
+            stage.close(made.work.request)
+        return Found(tokens, torch.stack(logits).float())
+
+    def _steps(self, stage: LanguageStage, made: ProcessedRequest, chunk: int) -> list[int]:
+        name, end, start, tokens = made.work.request, len(made.work.prompt), 0, list[int]()
+        while start < end:
+            stop = self._stop(made, min(end, start + chunk))
+            asked = Prefill(name, start, stop - start, stop == end)
+            tokens += [one.token for one in stage.forward(Step(1, "joint", prefills=(asked,))).values()]
+            start = stop
+        while len(tokens) < OUTPUTS:
+            tokens.append(stage.forward(Step(2, "joint", decodes=(name,)))[name].token)
+        return tokens
+
+    def _stop(self, made: ProcessedRequest, stop: int) -> int:
+        """Move the end of a chunk behind the image that it would cut, if that may not be cut."""
+        ends = [span.end for span in made.work.media if span.atomic and span.offset < stop < span.end]
+        return ends[0] if ends else stop
+
+    @contextmanager
+    def _paged(self) -> Iterator[None]:
+        """Have the text model use paged attention."""
+        register_attention()
+        language = self.adapter.language(self.loaded.language)
+        own = language.config._attn_implementation
+        set_attention(self.loaded.language, self.adapter, PAGED_ATTENTION)
+        try:
+            yield
+        finally:
+            language.set_attn_implementation(own)
+
+    @contextmanager
+    def _without_language(self) -> Iterator[None]:
+        """Take the text model away, as an encoder's instance has none."""
+        base, name = self.loaded.vision.base_model, self.facts.language
+        held = getattr(base, name)
+        setattr(base, name, None)
+        try:
+            yield
+        finally:
+            setattr(base, name, held)

@@ -1,0 +1,212 @@
+"""Tiny checkpoints of any multimodal type of transformers, from its config class and its processor class alone.
+
+The config is the type's own default with every size made small; the tokenizer knows each special token that the type's
+processor names; the image processor is the type's own with a PIL backend. Nothing here is written for one type but what
+``any_media_types`` has.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+from trinity.errors import UnsupportedModel
+from trinity.preprocess.loader import find_processor_class, load_processor
+from trinity.testing.any_media_sizes import TypeSizes, shrink_config, small_images
+from trinity.testing.any_media_types import OWN_SIZES
+from trinity.testing.checkpoints import _build, _no_progress_bar
+from trinity.testing.checkpoints_recipes import Recipe
+from trinity.testing.checkpoints_text import CHATML, build_tokenizer, chat_template
+
+_SPECIAL = re.compile(r"[\"'](<[^\"'<>\s{}]{1,40}>|\[[A-Z_]+\])[\"']")
+_NAMED = re.compile(r"tokenizer\.(\w+?_token)\b(?!_id)|tokenizer, [\"'](\w+?_token)[\"']")
+_STANDARD = {"bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token"}
+
+
+def multimodal_types() -> list[str]:
+    """List the image-text and multimodal types of the transformers that is installed."""
+    from transformers.models.auto import modeling_auto as auto
+
+    names = {*auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, *auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES}
+    return sorted(names)
+
+
+def build_any_media(model_type: str, directory: Path, *, seed: int = 0) -> Path:
+    """Write a tiny checkpoint of a multimodal type, its processor included, into ``directory``.
+
+    Raises ``UnsupportedModel`` where the type has no processor that works without torchvision, and whatever
+    transformers raises where its parts do not fit each other at small sizes.
+    """
+    from transformers import CONFIG_MAPPING
+
+    sizes = OWN_SIZES.get(model_type, TypeSizes())
+    config_class = CONFIG_MAPPING[model_type]
+    processor_class = _find_processor_class(model_type)
+    tokenizer = make_tokenizer(processor_class, sizes)
+    images = make_image_processor(model_type, sizes)
+    config = make_config(config_class, len(tokenizer) + sizes.further_ids, sizes)
+    fields = {"processor_class": processor_class.__name__, **_further_parts(model_type, processor_class)}
+    fields |= {**_processor_fields(processor_class, config, sizes)}
+    recipe = Recipe(config, _model_class(model_type), tokenizer, images, fields)
+    directory.mkdir(parents=True, exist_ok=True)
+    recipe.save_processor(directory)
+    if "qformer_tokenizer" in processor_class.get_attributes():
+        tokenizer.save_pretrained(directory / "qformer_tokenizer")
+    processor = load_processor(directory, config, tokenizer)
+    _set_token_ids(config, tokenizer, processor)
+    built = _build(recipe, directory, seed)
+    with _no_progress_bar():
+        config.save_pretrained(built)
+    return built
+
+
+def _further_parts(model_type: str, processor_class: Any) -> dict[str, Any]:
+    """Fields of a processor's feature extractor for audio, where it has one."""
+    from transformers.models.auto import feature_extraction_auto as auto
+
+    if "feature_extractor" not in processor_class.get_attributes():
+        return {}
+    names: Any = auto.FEATURE_EXTRACTOR_MAPPING_NAMES  # type: ignore[attr-defined]
+    kind: Any = auto.feature_extractor_class_from_name(names[model_type])
+    return {"feature_extractor": kind().to_dict()}
+
+
+def _model_class(model_type: str) -> Any:
+    import transformers
+    from transformers.models.auto import modeling_auto as auto
+
+    mapping = {**auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES, **auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
+    return getattr(transformers, mapping[model_type])
+
+
+def _find_processor_class(model_type: str) -> Any:
+    from transformers.models.auto import processing_auto
+
+    names: Any = processing_auto.PROCESSOR_MAPPING_NAMES  # type: ignore[attr-defined]
+    name = OWN_SIZES.get(model_type, TypeSizes()).processor_class or names.get(model_type)
+    if name is None:
+        raise UnsupportedModel(f"transformers names no processor for {model_type!r}")
+    return find_processor_class(name)
+
+
+def make_tokenizer(processor_class: Any, sizes: TypeSizes) -> Any:
+    """Make a tokenizer that has every special token which the source of the type's processor names."""
+    source = inspect.getsource(inspect.getmodule(processor_class) or processor_class)
+    plain = [found for found in _SPECIAL.findall(source) if found not in ("<s>", "</s>")]
+    named = sorted({one or other for one, other in _NAMED.findall(source)} - _STANDARD - set(sizes.unnamed))
+    named = [name for name in named if not name.startswith("add_")]
+    extra = {name: f"<{name.removesuffix('_token')}>" for name in named} | sizes.tokens
+    image = sizes.image_token or extra.get("image_token") or _image_token(processor_class, plain)
+    return build_tokenizer(
+        bos=sizes.bos,
+        eos="<|im_end|>",
+        pad="<|endoftext|>",
+        extra=extra,
+        plain=("<|im_start|>", image, *dict.fromkeys(plain), *sizes.plain),
+        template=chat_template(image=sizes.image_text or f"{image}\n", **CHATML),
+    )
+
+
+def _image_token(processor_class: Any, plain: list[str]) -> str:
+    """Find the default of the processor's image token: a keyword of its init, or the first special token of images."""
+    default = inspect.signature(processor_class.__init__).parameters.get("image_token")
+    if default is not None and isinstance(default.default, str):
+        return default.default
+    source = inspect.getsource(processor_class)
+    given = re.search(
+        r"self\.image_token = [^\n]*?[\"']([^\"']+)[\"'] if not|self\.image_token = [\"']([^\"']+)", source
+    )
+    if given is not None:
+        return given[1] or given[2]
+    return next((each for each in plain if "image" in each.lower() or "IMG" in each), "<image>")
+
+
+def make_image_processor(model_type: str, sizes: TypeSizes) -> Any:
+    """Make the type's image processor with its PIL backend, for images of some 56 pixels.
+
+    Raises ``UnsupportedModel`` if it has none.
+    """
+    from transformers.models.auto import image_processing_auto
+
+    names: Any = image_processing_auto.IMAGE_PROCESSOR_MAPPING_NAMES  # type: ignore[attr-defined]
+    name = sizes.image_processor or names.get(model_type, {}).get("pil")
+    if name is None:
+        raise UnsupportedModel(f"the image processor of {model_type!r} has no PIL backend: it needs torchvision")
+    kind = _find_class(name)
+    fields = small_images(kind) | sizes.images
+    return kind(**fields)
+
+
+def _find_class(name: str) -> Any:
+    """Find a class of image processors, which transformers' root may hide where torchvision is not installed."""
+    from transformers.models.auto.image_processing_auto import get_image_processor_class_from_name
+
+    found = get_image_processor_class_from_name(name)
+    if found is None:
+        raise UnsupportedModel(f"transformers has no {name}")
+    return found
+
+
+def make_config(config_class: Any, vocabulary: int, sizes: TypeSizes) -> Any:
+    """Make the type's own config with every size made small."""
+    fields = config_class(**sizes.start).to_dict()
+    small = shrink_config(fields, vocabulary)
+    for path, value in sizes.config.items():
+        _put(small, path, value)
+    for name in ("architectures", "transformers_version", "model_type"):
+        small.pop(name, None)
+    return config_class(**small)
+
+
+def _put(fields: dict[str, Any], path: str, value: Any) -> None:
+    *parents, leaf = path.split(".")
+    for name in parents:
+        fields = fields.setdefault(name, {})
+    if value is None:
+        fields.pop(leaf, None)
+    else:
+        fields[leaf] = copy.deepcopy(value)
+
+
+def _processor_fields(processor_class: Any, config: Any, sizes: TypeSizes) -> dict[str, Any]:
+    """Fill in what a processor's init asks for and the config tells."""
+    vision = getattr(config, "vision_config", None)
+    found: dict[str, Any] = {}
+    for name in inspect.signature(processor_class.__init__).parameters:
+        value = getattr(config, name, None)
+        value = getattr(vision, name, None) if value is None else value
+        if isinstance(value, (int, str)) and not name.endswith(("_token", "_id")) and name != "chat_template":
+            found[name] = value
+    return found | sizes.processor
+
+
+def _set_token_ids(config: Any, tokenizer: Any, processor: Any) -> None:
+    """Set every token id of a config, nested ones too, to what the processor and the tokenizer say."""
+    parts = [config, *(getattr(config, name) for name in config.sub_configs if getattr(config, name, None) is not None)]
+    for part in parts:
+        for name in list(part.to_dict()):
+            if (
+                name.endswith(("_token_id", "_token_index"))
+                and (found := _token_id(name, tokenizer, processor)) is not None
+            ):
+                setattr(part, name, found)
+
+
+def _token_id(name: str, tokenizer: Any, processor: Any) -> int | None:
+    stem = name.removesuffix("_id").removesuffix("_index")
+    for holder in (tokenizer, processor):
+        for attribute in (f"{stem}_id", f"{stem}_ids"):
+            found = getattr(holder, attribute, None)
+            if isinstance(found, int):
+                return found
+        token = getattr(holder, stem, None)
+        if isinstance(token, str) and (number := tokenizer.convert_tokens_to_ids(token)) is not None:
+            return int(number)
+    kind = stem.removesuffix("_token")
+    for token in (f"<|{kind}|>", f"<{kind}>", f"<|{kind}_pad|>"):
+        if (number := tokenizer.get_vocab().get(token)) is not None:
+            return int(number)
+    return tokenizer.pad_token_id if kind in ("image", "bos") else len(tokenizer) - 1

@@ -1,0 +1,191 @@
+"""What the tiny checkpoints of single types need beyond the rules of sizes."""
+
+from __future__ import annotations
+
+from trinity.testing.any_media_sizes import SIDE, TypeSizes
+
+_ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
+_MROPE = {**_ROPE, "mrope_section": [2, 3, 3]}
+_HALF_MROPE = {**_MROPE, "mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5}
+_QWEN_IMAGES = {"patch_size": 14, "size": {"shortest_edge": SIDE * SIDE, "longest_edge": 4 * SIDE * SIDE}}
+_QWEN3_IMAGES = {**_QWEN_IMAGES, "patch_size": 14}
+_SQUARE = {"height": SIDE, "width": SIDE}
+_VISION_START = "<|vision_start|><|image_pad|><|vision_end|>"
+_HYBRID = ["linear_attention", "full_attention"]
+_GRID = {"image_grid_pinpoints": [[56, 56], [56, 112], [112, 56], [112, 112]]}
+_LLAVA = TypeSizes(
+    config={"image_seq_length": 16, **_GRID},
+    images=_GRID,
+    processor={"num_additional_image_tokens": 1, "patch_size": 14, "vision_feature_select_strategy": "default"},
+)
+OWN_SIZES: dict[str, TypeSizes] = {
+    "aya_vision": TypeSizes(processor={"img_size": 56, "patch_size": 14}),
+    "blip-2": TypeSizes(
+        config={
+            "num_query_tokens": 4,
+            "text_config": {
+                "model_type": "opt",
+                "hidden_size": 64,
+                "ffn_dim": 128,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+                "word_embed_proj_dim": 64,
+                "max_position_embeddings": 2048,
+            },
+        },
+        processor={"num_query_tokens": 4},
+        unnamed=("image_token",),
+        image_token="<image>",
+    ),
+    "instructblip": TypeSizes(
+        config={"num_query_tokens": 4},
+        processor={"num_query_tokens": 4},
+        unnamed=("image_token",),
+        image_token="<image>",
+    ),
+    "cohere_compass": TypeSizes(
+        config={
+            "text_config.layer_types": ["sliding_attention", "full_attention"],
+            "text_config.rope_parameters": {"sliding_attention": _MROPE, "full_attention": _MROPE},
+        },
+        images=_QWEN3_IMAGES,
+    ),
+    "deepseek_vl": TypeSizes(processor={"num_image_tokens": 16}, config={"num_image_tokens": 16}),
+    "deepseek_vl_hybrid": TypeSizes(
+        processor={"num_image_tokens": 16}, images={"high_res_size": {"height": 56, "width": 56}}
+    ),
+    "janus": TypeSizes(processor={"num_image_tokens": 16}),
+    "ernie4_5_vl_moe": TypeSizes(
+        config={
+            "text_config.rope_parameters": {**_ROPE, "mrope_section": [2, 2, 4]},
+            "text_config.moe_intermediate_size": [32, 32],
+            "text_config.mlp_layer_types": ["dense", "sparse"],
+        },
+        images=_QWEN_IMAGES,
+    ),
+    "gemma3n": TypeSizes(
+        config={
+            "text_config.intermediate_size": [128, 128],
+            "text_config.num_kv_shared_layers": 0,
+            "text_config.activation_sparsity_pattern": [0.0, 0.0],
+            "text_config.hidden_size_per_layer_input": 16,
+            "text_config.layer_types": ["sliding_attention", "full_attention"],
+        },
+        image_text="<image>",
+    ),
+    "gemma4": TypeSizes(
+        start={"vision_config": {}},
+        config={
+            "text_config.per_layer_config": None,
+            "text_config.hidden_size_per_layer_input": 16,
+            "text_config.layer_types": ["sliding_attention", "full_attention"],
+        },
+    ),
+    "glm4v": TypeSizes(config={"text_config.rope_parameters": _HALF_MROPE}, images=_QWEN_IMAGES),
+    "glm46v": TypeSizes(config={"text_config.rope_parameters": _HALF_MROPE}, images=_QWEN_IMAGES),
+    "glm4v_moe": TypeSizes(
+        config={"text_config.rope_parameters": _HALF_MROPE},
+        images=_QWEN_IMAGES,
+        image_processor="Glm4vImageProcessorPil",
+    ),
+    "glm_ocr": TypeSizes(
+        config={"text_config.rope_parameters": _HALF_MROPE},
+        images=_QWEN_IMAGES,
+        image_processor="Glm46VImageProcessorPil",
+        processor_class="Glm46VProcessor",
+    ),
+    "glmga": TypeSizes(
+        config={"text_config.rope_parameters": _HALF_MROPE}, images=_QWEN_IMAGES, processor_class="Glm46VProcessor"
+    ),
+    "glm5_next": TypeSizes(
+        config={"text_config.num_key_value_heads": 4, "text_config.head_dim": 32}, images=_QWEN_IMAGES
+    ),
+    "granite_docling": TypeSizes(processor={"image_seq_len": 1}),
+    "granite4_vision": TypeSizes(
+        config={
+            "downsample_rate": "1/2",
+            "deepstack_layer_map": [[-1, 0], [-2, 1]],
+            "spatial_target_layers": [0, 1, 0, 1],
+            **_GRID,
+        },
+        images=_GRID,
+        processor={"downsample_rate": "1/2", "num_additional_image_tokens": 1},
+    ),
+    "hunyuan_vl": TypeSizes(
+        config={
+            "text_config.head_dim": 16,
+            "text_config.rope_parameters": {
+                "rope_type": "dynamic",
+                "rope_theta": 10_000.0,
+                "alpha": 1000.0,
+                "factor": 1.0,
+                "xdrope_section": [2, 2, 2, 2],
+                "mrope_section": [2, 2, 2, 2],
+            },
+        },
+        images=_QWEN_IMAGES,
+    ),
+    "lfm3_vl": TypeSizes(
+        config={
+            "text_config.layer_types": ["conv", "full_attention"],
+            "vision_config.layer_types": ["conv", "full_attention"],
+        },
+        images=_QWEN3_IMAGES,
+    ),
+    "llava_next_video": _LLAVA,
+    "minicpmv4_7": TypeSizes(config={"text_config.layer_types": _HYBRID}),
+    "mistral3": TypeSizes(
+        config={"vision_feature_layer": -1, "vision_config.head_dim": 16},
+        images={"size": {"longest_edge": 112}, "patch_size": {"height": 14, "width": 14}},
+        processor={"patch_size": 14, "spatial_merge_size": 2},
+    ),
+    "mistral_large4": TypeSizes(
+        config={"vision_feature_layer": -1},
+        images={"size": {"longest_edge": 112}, "patch_size": {"height": 14, "width": 14}},
+        processor={"patch_size": 14, "spatial_merge_size": 2},
+    ),
+    "ovis2": TypeSizes(
+        tokens={"image_token": "<IMG_ATOM>"},
+        image_text="<image>",
+        plain=("<image>",),
+        processor={"image_seq_length": 16},
+    ),
+    "paddleocr_vl": TypeSizes(config={"text_config.rope_parameters": _MROPE}, images=_QWEN_IMAGES),
+    "paligemma": TypeSizes(images={"image_seq_length": 16}),
+    "qianfan_ocr": TypeSizes(processor={"image_seq_length": 4}),
+    "qwen2_5_omni": TypeSizes(config={}),
+    "qwen3_5": TypeSizes(
+        config={
+            "text_config.layer_types": _HYBRID,
+            "text_config.rope_parameters": {**_MROPE, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]},
+        },
+        images=_QWEN3_IMAGES,
+    ),
+    "qwen3_5_moe": TypeSizes(
+        config={
+            "text_config.layer_types": _HYBRID,
+            "text_config.rope_parameters": {**_MROPE, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]},
+        },
+        images=_QWEN3_IMAGES,
+    ),
+    "qwen3_vl_moe": TypeSizes(
+        config={"text_config.rope_parameters": {**_MROPE, "mrope_interleaved": True}},
+        images=_QWEN3_IMAGES,
+        image_processor="Qwen2VLImageProcessorPil",
+    ),
+    "qwen4_exp": TypeSizes(config={"text_config.layer_types": _HYBRID}, images=_QWEN3_IMAGES),
+    "video_llava": TypeSizes(images={"size": {"shortest_edge": 56}, "crop_size": _SQUARE}),
+    "vipllava": TypeSizes(
+        config={"vision_feature_layers": [-1, -2]},
+        images={"size": {"shortest_edge": 56}, "crop_size": _SQUARE},
+        processor={"num_additional_image_tokens": 1, "patch_size": 14, "vision_feature_select_strategy": "default"},
+    ),
+    "fuyu": TypeSizes(
+        plain=("|SPEAKER|", "|NEWLINE|", "<0x04>", "<0x00>", "<0x01>", "<0x02>", "<0x03>"), image_text="|SPEAKER|"
+    ),
+    "shieldgemma2": TypeSizes(image_text="<boi>", config={"mm_tokens_per_image": 4}, processor={"image_seq_length": 4}),
+    "t5gemma2": TypeSizes(config={"encoder.mm_tokens_per_image": 4}, image_text="<boi>"),
+    "kosmos-2": TypeSizes(further_ids=1040, processor_class="Kosmos2Processor"),
+    "kosmos-2.5": TypeSizes(processor_class="Kosmos2_5Processor", image_processor="Kosmos2_5ImageProcessorPil"),
+    "fast_vlm": TypeSizes(processor_class="LlavaProcessor", image_processor="CLIPImageProcessorPil"),
+}

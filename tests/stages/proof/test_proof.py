@@ -1,0 +1,107 @@
+"""The proof of a multimodal type that nobody listed: what agrees is served, what is broken is told by its part."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from torch import Tensor
+
+from support.checkpoint_files import checkpoint
+from trinity.core.messages import MediaSpan
+from trinity.preprocess.verdicts import MediaFacts, Verdict, find_verdict
+from trinity.stages.models.base import MediaInputs, RotaryPositions
+from trinity.stages.models.generic import GenericAdapter
+from trinity.stages.proof import prove
+
+PARTS = ("processor", "prompt ids", "features", "positions", "attention", "logits", "control")
+# One of each kind: three rotary axes; sizes of images beside pixels, and a processor that asks for torchvision; tiles.
+TYPES = ("qwen3_vl_moe", "mistral3", "aya_vision")
+
+
+@pytest.mark.parametrize("name", TYPES)
+def test_a_type_that_nobody_listed_is_proven_and_the_verdict_kept(name: str) -> None:
+    directory = checkpoint(f"any-{name}")
+    verdict = prove(directory)
+    assert verdict.failed is None
+    assert verdict.serves == ("image", "text")
+    assert tuple(dict.fromkeys(part.name for part in verdict.parts)) == PARTS
+    assert verdict.model_type == name
+    assert not verdict.facts.whole_media
+    assert find_verdict(directory) == verdict
+
+
+def test_images_that_see_each_other_are_found_by_the_logits() -> None:
+    verdict = prove(checkpoint("gemma3"))
+    assert verdict.failed is None
+    assert verdict.facts.whole_media
+
+
+class Shifted(GenericAdapter):
+    """Features one row too late."""
+
+    def encode(self, model: Any, kind: str, items: Sequence[MediaInputs], counts: Sequence[int]) -> list[Tensor]:
+        return [rows.roll(1, 0) for rows in super().encode(model, kind, items, counts)]
+
+
+class WrongAxis(GenericAdapter):
+    """Rows and columns of images exchanged."""
+
+    def positions(
+        self, model: Any, prompt: np.ndarray, spans: Sequence[MediaSpan], kinds: np.ndarray
+    ) -> RotaryPositions:
+        found = super().positions(model, prompt, spans, kinds)
+        return RotaryPositions(None if found.prompt is None else found.prompt[[0, 2, 1]], found.delta)
+
+
+class LatePositions(GenericAdapter):
+    """Decodes one position too late, which no prompt shows."""
+
+    def positions(
+        self, model: Any, prompt: np.ndarray, spans: Sequence[MediaSpan], kinds: np.ndarray
+    ) -> RotaryPositions:
+        found = super().positions(model, prompt, spans, kinds)
+        return RotaryPositions(found.prompt, found.delta + (found.prompt is not None))
+
+
+def forced(whole: bool) -> Any:
+    """Make adapters that always have images seen in both directions, or never."""
+
+    def make(config: Any, facts: MediaFacts) -> GenericAdapter:
+        made = GenericAdapter(config, facts)
+        made.whole_media = whole  # type: ignore[misc]
+        return made
+
+    return make
+
+
+def refused(name: str, make_adapter: Any) -> Verdict:
+    verdict = prove(checkpoint(name), make_adapter)
+    assert verdict.failed is not None
+    assert not verdict.serves
+    return verdict
+
+
+@pytest.mark.parametrize(
+    ("name", "make_adapter", "part"),
+    [
+        ("any-mistral3", Shifted, "features"),
+        ("any-qwen3_vl_moe", WrongAxis, "positions"),
+        ("any-qwen3_vl_moe", LatePositions, "logits under chunking"),
+        ("any-mistral3", forced(True), "attention among an image's tokens"),
+        ("gemma3", forced(False), "attention among an image's tokens"),
+    ],
+)
+def test_a_broken_adapter_is_caught_by_the_part_that_it_breaks(name: str, make_adapter: Any, part: str) -> None:
+    verdict = refused(name, make_adapter)
+    assert verdict.failed is not None
+    assert verdict.failed.name == part
+    assert any(character.isdigit() for character in verdict.failed.said), "it gives figures"
+
+
+def test_the_verdict_of_a_broken_adapter_is_not_kept() -> None:
+    directory = checkpoint("any-vipllava")
+    assert prove(directory, Shifted).failed is not None
+    assert find_verdict(directory) is None
