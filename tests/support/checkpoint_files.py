@@ -6,6 +6,7 @@ import hashlib
 import os
 import shutil
 import tempfile
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -40,7 +41,9 @@ def checkpoint(name: str) -> Path:
     """
     target = CACHE / recipe_hash() / name
     if not target.exists():
-        build = checkpoints.build_midsize if name in checkpoints.MIDSIZE_CHECKPOINTS else checkpoints.build_checkpoint
+        build: Callable[[str, Path], Path] = (
+            checkpoints.build_midsize if name in checkpoints.MIDSIZE_CHECKPOINTS else checkpoints.build_checkpoint
+        )
         if name.startswith(FP8):
             build = build_fp8_checkpoint
         elif name.startswith(ANY):

@@ -257,7 +257,7 @@ def _processor_class(model_dir: Path, config: Any) -> Any:
         named = read_json(model_dir / name).get("processor_class")
         if isinstance(named, str) and (found := find_processor_class(named)) is not None:
             return found
-    names: Any = processing_auto.PROCESSOR_MAPPING_NAMES  # type: ignore[attr-defined]
+    names: Any = processing_auto.PROCESSOR_MAPPING_NAMES
     mapped = names.get(config.model_type)
     return None if mapped is None else find_processor_class(mapped)
 

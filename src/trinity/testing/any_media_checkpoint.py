@@ -17,7 +17,7 @@ from trinity.errors import UnsupportedModel
 from trinity.preprocess.loader import find_processor_class, load_processor
 from trinity.testing.any_media_sizes import TypeSizes, shrink_config, small_images
 from trinity.testing.any_media_types import OWN_SIZES
-from trinity.testing.checkpoints import _build, _no_progress_bar
+from trinity.testing.checkpoints import _no_progress_bar, write_checkpoint
 from trinity.testing.checkpoints_recipes import Recipe
 from trinity.testing.checkpoints_text import CHATML, build_tokenizer, chat_template
 
@@ -57,7 +57,7 @@ def build_any_media(model_type: str, directory: Path, *, seed: int = 0) -> Path:
         tokenizer.save_pretrained(directory / "qformer_tokenizer")
     processor = load_processor(directory, config, tokenizer)
     _set_token_ids(config, tokenizer, processor)
-    built = _build(recipe, directory, seed)
+    built = write_checkpoint(recipe, directory, seed)
     with _no_progress_bar():
         config.save_pretrained(built)
     return built
@@ -69,7 +69,7 @@ def _further_parts(model_type: str, processor_class: Any) -> dict[str, Any]:
 
     if "feature_extractor" not in processor_class.get_attributes():
         return {}
-    names: Any = auto.FEATURE_EXTRACTOR_MAPPING_NAMES  # type: ignore[attr-defined]
+    names: Any = auto.FEATURE_EXTRACTOR_MAPPING_NAMES
     kind: Any = auto.feature_extractor_class_from_name(names[model_type])
     return {"feature_extractor": kind().to_dict()}
 
@@ -85,7 +85,7 @@ def _model_class(model_type: str) -> Any:
 def _find_processor_class(model_type: str) -> Any:
     from transformers.models.auto import processing_auto
 
-    names: Any = processing_auto.PROCESSOR_MAPPING_NAMES  # type: ignore[attr-defined]
+    names: Any = processing_auto.PROCESSOR_MAPPING_NAMES
     name = OWN_SIZES.get(model_type, TypeSizes()).processor_class or names.get(model_type)
     if name is None:
         raise UnsupportedModel(f"transformers names no processor for {model_type!r}")
@@ -131,7 +131,7 @@ def make_image_processor(model_type: str, sizes: TypeSizes) -> Any:
     """
     from transformers.models.auto import image_processing_auto
 
-    names: Any = image_processing_auto.IMAGE_PROCESSOR_MAPPING_NAMES  # type: ignore[attr-defined]
+    names: Any = image_processing_auto.IMAGE_PROCESSOR_MAPPING_NAMES
     name = sizes.image_processor or names.get(model_type, {}).get("pil")
     if name is None:
         raise UnsupportedModel(f"the image processor of {model_type!r} has no PIL backend: it needs torchvision")
