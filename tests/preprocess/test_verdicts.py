@@ -18,7 +18,7 @@ from trinity.preprocess import verdicts
 from trinity.preprocess.verdicts import (
     MediaFacts,
     ProofPart,
-    Verdict,
+    ProofVerdict,
     find_verdict,
     identify,
     keep_verdict,
@@ -26,13 +26,13 @@ from trinity.preprocess.verdicts import (
     require_facts,
 )
 
-PASSED = Verdict(
+PASSED = ProofVerdict(
     model_type="glm4v",
     parts=(ProofPart("logits", True, "1e-6 off"),),
     serves=("image", "text"),
     facts=MediaFacts(image_token_id=7, image_token="<image>"),
 )
-FAILED = Verdict(model_type="glm4v", parts=(ProofPart("features", False, "4 rows are 0.5 off"),))
+FAILED = ProofVerdict(model_type="glm4v", parts=(ProofPart("features", False, "4 rows are 0.5 off"),))
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ COMMANDS = {
     "plan": Subcommand("trinity.commands.plan", "find the best placement for recorded traffic, on no GPU"),
     "batch": Subcommand("trinity.server.batch", "serve a file of chats into a file of answers; a stopped run goes on"),
     "bench": Subcommand("trinity.bench.__main__", "measure goodput of placements and engines on your checkpoint"),
-    "check": Subcommand("trinity.commands.check", "prove that a checkpoint serves exactly, or hash its files"),
+    "check": Subcommand("trinity.stages.proof.command", "prove that a checkpoint serves exactly, or hash its files"),
     "instance": Subcommand(
         "trinity.remote.server", "run one instance, or all of a host, that pipelines elsewhere attach"
     ),

@@ -32,7 +32,7 @@ _LIBRARIES = ("transformers", "torch", "tokenizers", "pillow", "trinity-epd")
 
 
 class MediaFacts(msgspec.Struct, frozen=True, kw_only=True):
-    """What a generic adapter must know of a checkpoint beyond its config: found by trying, confirmed by the proof.
+    """Facts that a generic adapter needs beyond a checkpoint's config: found by trying, confirmed by the proof.
 
     - ``language`` ("language_model"): name of the text model within the model's base.
     - ``image_token_id``, ``image_token``: placeholder of images, as an id and as text.
@@ -59,7 +59,7 @@ class ProofPart(msgspec.Struct, frozen=True):
     said: str
 
 
-class Verdict(msgspec.Struct, frozen=True, kw_only=True):
+class ProofVerdict(msgspec.Struct, frozen=True, kw_only=True):
     """Outcome of a proof.
 
     - ``model_type``: of the checkpoint. ``parts``: what was compared, in order; the first that failed ended it.
@@ -81,7 +81,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
 
 _trial: ContextVar[tuple[Path, MediaFacts] | None] = ContextVar("trial", default=None)
-_known: dict[str, Verdict] = {}
+_known: dict[str, ProofVerdict] = {}
 
 
 @contextmanager
@@ -113,18 +113,18 @@ def require_facts(directory: Path, model_type: str) -> MediaFacts:
     return verdict.facts
 
 
-def find_verdict(directory: Path) -> Verdict | None:
+def find_verdict(directory: Path) -> ProofVerdict | None:
     """Return the verdict of these very files, if there is one."""
     name = identify(directory)
     if name not in _known and (content := read_cached(_place(name))) is not None:
         try:
-            _known[name] = msgspec.json.decode(content, type=Verdict)
+            _known[name] = msgspec.json.decode(content, type=ProofVerdict)
         except msgspec.MsgspecError:
             return None
     return _known.get(name)
 
 
-def keep_verdict(directory: Path, verdict: Verdict) -> None:
+def keep_verdict(directory: Path, verdict: ProofVerdict) -> None:
     """Keep a verdict for this process, and in the cache folder for others."""
     name = identify(directory)
     _known[name] = verdict
@@ -158,7 +158,7 @@ def _place(name: str) -> Path:
     return cache_folder() / "proofs" / f"{name}.json"
 
 
-def _run_proof(directory: Path, model_type: str) -> Verdict:
+def _run_proof(directory: Path, model_type: str) -> ProofVerdict:
     """Run the proof in a process of its own: it holds the whole model, and ends with it."""
     command = [sys.executable, "-m", PROOF_MODULE, str(directory)]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
@@ -170,7 +170,7 @@ def _run_proof(directory: Path, model_type: str) -> Verdict:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise UnsupportedModel(f"the self-check of the multimodal {model_type!r} could not be run: {error}") from error
     try:
-        verdict = msgspec.json.decode(ended.stdout, type=Verdict)
+        verdict = msgspec.json.decode(ended.stdout, type=ProofVerdict)
     except msgspec.MsgspecError:
         said = ended.stderr.decode("utf-8", "replace").strip()[-_MOST_SAID:]
         raise UnsupportedModel(

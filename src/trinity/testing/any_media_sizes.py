@@ -1,4 +1,4 @@
-"""How small each size of a config and of an image processor becomes, and what single types need beyond that."""
+"""Small sizes for every config and image processor, and the form of what single types need beyond them."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ _DROPPED = (
 
 @dataclass(frozen=True)
 class TypeSizes:
-    """What one type needs beyond the rules: fields by dotted path (None: left out), tokens, classes by name.
+    """Needs of one type beyond the rules: fields by dotted path (None: left out), tokens, classes by name.
 
     - ``start``: keywords with which its config class is made at all.
     - ``config``: fields of the config. ``images``, ``processor``: of the image processor and of the processor.

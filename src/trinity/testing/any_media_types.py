@@ -1,4 +1,4 @@
-"""What the tiny checkpoints of single types need beyond the rules of sizes."""
+"""Needs of single types, for their tiny checkpoints, beyond the rules of sizes."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from support.checkpoint_files import checkpoint
 from trinity.core.messages import MediaSpan
-from trinity.preprocess.verdicts import MediaFacts, Verdict, find_verdict
+from trinity.preprocess.verdicts import MediaFacts, ProofVerdict, find_verdict
 from trinity.stages.models.base import MediaInputs, RotaryPositions
 from trinity.stages.models.generic import GenericAdapter
 from trinity.stages.proof import prove
@@ -77,7 +77,7 @@ def forced(whole: bool) -> Any:
     return make
 
 
-def refused(name: str, make_adapter: Any) -> Verdict:
+def refused(name: str, make_adapter: Any) -> ProofVerdict:
     verdict = prove(checkpoint(name), make_adapter)
     assert verdict.failed is not None
     assert not verdict.serves

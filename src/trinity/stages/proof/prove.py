@@ -11,19 +11,19 @@ import msgspec
 import torch
 
 from trinity.errors import TrinityError
-from trinity.preprocess.verdicts import MediaFacts, ProofPart, Verdict, keep_verdict
+from trinity.preprocess.verdicts import MediaFacts, ProofPart, ProofVerdict, keep_verdict
 from trinity.stages.models.generic import GenericAdapter
 from trinity.stages.proof.prompts import ProofPrompt, make_picture, one_image, text_alone, three_images
 from trinity.stages.proof.reference import Expected
 from trinity.stages.proof.subject import TOLERANCE, Differs, Subject, relative_error
-from trinity.stages.proof.trial import CHUNK, Trial
+from trinity.stages.proof.trial import PROOF_CHUNK, TriedModel
 
 _LEAST_CHANGE = 10 * TOLERANCE  # of logits by another image: less would be too little to see a fault by
 
 Proof = Callable[[Subject, MediaFacts], Iterator[ProofPart]]
 
 
-def prove(directory: Path, make_adapter: Any = GenericAdapter) -> Verdict:
+def prove(directory: Path, make_adapter: Any = GenericAdapter) -> ProofVerdict:
     """Load a multimodal checkpoint whole, run every part of its proof, and keep the verdict.
 
     ``make_adapter`` (``GenericAdapter``): (config, facts) -> the adapter on trial; with another the verdict is not
@@ -44,7 +44,7 @@ def prove(directory: Path, make_adapter: Any = GenericAdapter) -> Verdict:
             serves.append(kind)
     except Differs as error:
         parts.append(ProofPart(error.name, False, error.said))
-    verdict = Verdict(
+    verdict = ProofVerdict(
         model_type=str(subject.config.model_type),
         parts=tuple(parts),
         serves=tuple(serves),
@@ -68,7 +68,7 @@ def _prove_images(subject: Subject) -> Iterator[tuple[ProofPart, MediaFacts]]:
         ),
         facts,
     )
-    trial = open_trial(subject, facts)
+    trial = open_tried(subject, facts)
     try:
         for prompt, wanted in zip(prompts, expected, strict=True):
             yield _prove_ids(trial, prompt, wanted), facts
@@ -80,23 +80,23 @@ def _prove_images(subject: Subject) -> Iterator[tuple[ProofPart, MediaFacts]]:
     yield part, facts
     facts = _find_joined(subject, facts)
     for prompt, wanted in zip(prompts, expected, strict=True):
-        yield prove_logits(subject, facts, prompt, wanted, CHUNK), facts
+        yield prove_logits(subject, facts, prompt, wanted, PROOF_CHUNK), facts
     yield _prove_control(subject, expected[0]), facts
 
 
 def _prove_text(subject: Subject, facts: MediaFacts) -> Iterator[ProofPart]:
     prompt = text_alone()
-    yield prove_logits(subject, facts, prompt, subject.expect(prompt), CHUNK)
+    yield prove_logits(subject, facts, prompt, subject.expect(prompt), PROOF_CHUNK)
 
 
 PROOFS: dict[str, Proof] = {"text": _prove_text}
 """Further kinds of input, each with its proof: parts in order, or ``Differs``. Images come first, with the facts."""
 
 
-def open_trial(subject: Subject, facts: MediaFacts) -> Trial:
+def open_tried(subject: Subject, facts: MediaFacts) -> TriedModel:
     """Open a trial of these facts. Raises ``Differs`` where this library refuses the model."""
     try:
-        return Trial(subject.directory, subject.model, facts, subject.reference.has_template, subject.make_adapter)
+        return TriedModel(subject.directory, subject.model, facts, subject.reference.has_template, subject.make_adapter)
     except TrinityError as error:
         raise Differs("layers or processor", f"not served: {error!s:.400}") from error
 
@@ -111,7 +111,7 @@ def _run(name: str, run: Callable[[], Any]) -> Any:
         raise Differs(name, f"this library's route fails ({type(error).__name__}: {error!s:.300})") from error
 
 
-def _prove_ids(trial: Trial, prompt: ProofPrompt, expected: Expected) -> ProofPart:
+def _prove_ids(trial: TriedModel, prompt: ProofPrompt, expected: Expected) -> ProofPart:
     name = "prompt ids"
     ids = list(_run(name, lambda: trial.process(prompt)).work.prompt)
     if ids != expected.ids:
@@ -120,7 +120,7 @@ def _prove_ids(trial: Trial, prompt: ProofPrompt, expected: Expected) -> ProofPa
     return ProofPart(name, True, f"{len(ids)} tokens for {prompt.name}, all equal")
 
 
-def _prove_features(trial: Trial, prompt: ProofPrompt, expected: Expected) -> ProofPart:
+def _prove_features(trial: TriedModel, prompt: ProofPrompt, expected: Expected) -> ProofPart:
     name = "features"
     made = trial.process(prompt)
     rows = torch.cat(_run(name, lambda: trial.features(made)))
@@ -133,7 +133,7 @@ def _prove_features(trial: Trial, prompt: ProofPrompt, expected: Expected) -> Pr
     return ProofPart(name, True, f"{len(rows)} rows for {prompt.name}, {error:.1g} off at most")
 
 
-def _prove_positions(trial: Trial, prompt: ProofPrompt, expected: Expected) -> ProofPart:
+def _prove_positions(trial: TriedModel, prompt: ProofPrompt, expected: Expected) -> ProofPart:
     name = "positions"
     work = trial.process(prompt).work
     found = torch.from_numpy(_run(name, lambda: trial.positions(work)))
@@ -166,7 +166,7 @@ def measure_logits(
     subject: Subject, facts: MediaFacts, prompt: ProofPrompt, expected: Expected, chunk: int | None
 ) -> float:
     """Return the relative error of the logits of a prompt; infinite where tokens differ."""
-    trial = open_trial(subject, facts)
+    trial = open_tried(subject, facts)
     try:
         found = _run("logits", lambda: trial.run(trial.process(prompt), chunk))
     finally:
@@ -180,7 +180,7 @@ def prove_logits(
     subject: Subject, facts: MediaFacts, prompt: ProofPrompt, expected: Expected, chunk: int | None
 ) -> ProofPart:
     """Prove the logits and greedy tokens of a prompt in chunks that cut through its media."""
-    trial = open_trial(subject, facts)
+    trial = open_tried(subject, facts)
     try:
         found = _run("logits", lambda: trial.run(trial.process(prompt), chunk))
     finally:
@@ -201,7 +201,7 @@ def _find_joined(subject: Subject, facts: MediaFacts) -> MediaFacts:
     joined = msgspec.structs.replace(facts, joined=True)
     rows = []
     for each in (facts, joined):
-        trial = open_trial(subject, each)
+        trial = open_tried(subject, each)
         try:
             rows.append(torch.cat(trial.features(trial.process(prompt))))
         except Exception:  # what a model says to a batch that it cannot take

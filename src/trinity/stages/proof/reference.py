@@ -14,12 +14,12 @@ from torch import Tensor
 from trinity.preprocess.loader import load_processor
 from trinity.stages.proof.prompts import ProofPrompt, one_image
 
-OUTPUTS = 4
+PROOF_OUTPUTS = 4
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What transformers' documented route says of a prompt.
+    """Outcome of transformers' documented route for a prompt.
 
     - ``ids``: of the prompt. ``logits`` [outputs, vocabulary], ``tokens``: of ``generate()``.
     - ``embeds`` ([tokens, hidden]), ``positions`` ([axes, tokens]): what the text model was given; None if nothing.
@@ -90,8 +90,8 @@ class Reference:
         with _noted(language) as notes:
             found = self.model.generate(
                 **inputs,
-                max_new_tokens=OUTPUTS,
-                min_new_tokens=OUTPUTS,
+                max_new_tokens=PROOF_OUTPUTS,
+                min_new_tokens=PROOF_OUTPUTS,
                 do_sample=False,
                 return_dict_in_generate=True,
                 output_logits=True,
@@ -102,7 +102,7 @@ class Reference:
         return Expected(
             ids=inputs["input_ids"][0].tolist(),
             logits=torch.cat(list(found.logits)).float(),
-            tokens=found.sequences[0, -OUTPUTS:].tolist(),
+            tokens=found.sequences[0, -PROOF_OUTPUTS:].tolist(),
             embeds=None if embeds is None or embeds.shape[1] != length else embeds[0],
             positions=None if positions is None or positions.shape[-1] != length else positions.reshape(-1, length),
             inputs=inputs,

@@ -24,10 +24,10 @@ from trinity.stages.models.checks import refuse_layers, set_attention
 from trinity.stages.models.generic import GenericAdapter
 from trinity.stages.models.loaded_model import LoadedModel
 from trinity.stages.proof.prompts import ProofPrompt
-from trinity.stages.proof.reference import OUTPUTS, raw_text
+from trinity.stages.proof.reference import PROOF_OUTPUTS, raw_text
 
 IMAGE_ROWS = 16
-CHUNK = 7  # rows of a chunk: cuts any image
+PROOF_CHUNK = 7  # rows of a chunk: cuts any image
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Found:
     logits: Tensor
 
 
-class Trial:
+class TriedModel:
     """A checkpoint with facts that are to be proven.
 
     - ``model``: the whole. ``templated``: it has a chat template.
@@ -66,7 +66,7 @@ class Trial:
         given: dict[str, Any] = {"messages": list(prompt.messages)} if self.templated else {"prompt": raw_text(prompt)}
         asked = Request(
             images=list(prompt.images),
-            max_tokens=OUTPUTS,
+            max_tokens=PROOF_OUTPUTS,
             request_id=prompt.name,
             sampling=Sampling(ignore_eos=True),
             **given,
@@ -110,7 +110,7 @@ class Trial:
     def run(self, made: ProcessedRequest, chunk: int | None) -> Found:
         """Prefill in chunks of ``chunk`` rows (None: in one), decode, and note the logits."""
         memory, blocks = self.encode(made)
-        kv = BlockMemory(self.loaded.kv_shape(), -(-(len(made.work.prompt) + OUTPUTS) // 16))
+        kv = BlockMemory(self.loaded.kv_shape(), -(-(len(made.work.prompt) + PROOF_OUTPUTS) // 16))
         logits: list[Tensor] = []
         with self._paged():
             stage = LanguageStage(
@@ -129,7 +129,7 @@ class Trial:
             asked = Prefill(name, start, stop - start, stop == end)
             tokens += [one.token for one in stage.forward(Step(1, "joint", prefills=(asked,))).values()]
             start = stop
-        while len(tokens) < OUTPUTS:
+        while len(tokens) < PROOF_OUTPUTS:
             tokens.append(stage.forward(Step(2, "joint", decodes=(name,)))[name].token)
         return tokens
 

@@ -19,7 +19,7 @@ from trinity.errors import UnsupportedModel
 from trinity.memory import weight_check
 from trinity.preprocess.checkpoint import read_config
 from trinity.preprocess.model_types import is_multimodal
-from trinity.preprocess.verdicts import ProofPart, Verdict
+from trinity.preprocess.verdicts import ProofPart, ProofVerdict
 
 _WIDTH = 14
 
@@ -38,10 +38,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return weight_check.main(["--weights", str(given.weights), *digest])
     if given.model is None or given.digest is not None:
         parser.error("give a checkpoint's directory, or --weights and one")
-    return check_model(given.model)
+    return print_verdict(given.model)
 
 
-def check_model(directory: Path) -> int:
+def print_verdict(directory: Path) -> int:
     """Prove a checkpoint and print the verdict; 0 if it serves, else 1."""
     config = read_config(directory)
     verdict = _prove_media(directory) if is_multimodal(config) else _check_text(directory, str(config.model_type))
@@ -55,13 +55,13 @@ def check_model(directory: Path) -> int:
     return 1
 
 
-def _prove_media(directory: Path) -> Verdict:
+def _prove_media(directory: Path) -> ProofVerdict:
     from trinity.stages.proof import prove
 
     return prove(directory)
 
 
-def _check_text(directory: Path, model_type: str) -> Verdict:
+def _check_text(directory: Path, model_type: str) -> ProofVerdict:
     """Run the self-check of a text model, which knows one part."""
     from trinity.stages.models import load_model
     from trinity.stages.models.checks import self_check
@@ -70,8 +70,8 @@ def _check_text(directory: Path, model_type: str) -> Verdict:
     try:
         self_check(load_model(directory, "PD", dtype="float32"))
     except UnsupportedModel as error:
-        return Verdict(model_type=model_type, parts=(ProofPart("logits", False, str(error)),))
-    return Verdict(model_type=model_type, parts=(ProofPart("logits", True, said),), serves=("text",))
+        return ProofVerdict(model_type=model_type, parts=(ProofPart("logits", False, str(error)),))
+    return ProofVerdict(model_type=model_type, parts=(ProofPart("logits", True, said),), serves=("text",))
 
 
 if __name__ == "__main__":
