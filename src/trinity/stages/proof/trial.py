@@ -15,8 +15,8 @@ from torch import Tensor
 from trinity.core.messages import Encode, Open, Prefill, Step, Work
 from trinity.memory.block_memory import BlockMemory
 from trinity.preprocess.processor import ProcessedRequest, RequestProcessor
+from trinity.preprocess.proof_requests import process_prompt
 from trinity.preprocess.verdicts import MediaFacts, on_trial
-from trinity.request import Request, Sampling
 from trinity.stages.attention.interface import PAGED_ATTENTION, register_attention
 from trinity.stages.encode import EncodeStage
 from trinity.stages.language import LanguageStage
@@ -63,15 +63,8 @@ class TriedModel:
 
     def process(self, prompt: ProofPrompt) -> ProcessedRequest:
         """Make ids, spans and encoder inputs of a prompt, item by item."""
-        given: dict[str, Any] = {"messages": list(prompt.messages)} if self.templated else {"prompt": raw_text(prompt)}
-        asked = Request(
-            images=list(prompt.images),
-            max_tokens=PROOF_OUTPUTS,
-            request_id=prompt.name,
-            sampling=Sampling(ignore_eos=True),
-            **given,
-        )
-        return self.processor.process(asked)
+        text = prompt.messages if self.templated else raw_text(prompt)
+        return process_prompt(self.processor, prompt.name, text, prompt.images, PROOF_OUTPUTS)
 
     def encode(self, made: ProcessedRequest) -> tuple[BlockMemory | None, list[tuple[int, ...]]]:
         """Encode all items without the text model, into blocks that lie scattered."""
