@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -105,3 +107,16 @@ def test_the_verdict_of_a_broken_adapter_is_not_kept() -> None:
     directory = checkpoint("any-vipllava")
     assert prove(directory, Shifted).failed is not None
     assert find_verdict(directory) is None
+
+
+def test_weights_that_are_not_there_are_never_drawn(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    directory = Path(shutil.copytree(checkpoint("any-vipllava"), tmp_path / "model"))
+    weights = load_file(directory / "model.safetensors")
+    left = {name: value for name, value in weights.items() if "multi_modal_projector" not in name}
+    save_file(left, directory / "model.safetensors", metadata={"format": "pt"})
+    verdict = prove(directory)
+    assert verdict.failed is not None
+    assert verdict.failed.name == "weights"
+    assert "multi_modal_projector" in verdict.failed.said

@@ -11,6 +11,7 @@ import msgspec
 import torch
 
 from trinity.errors import TrinityError
+from trinity.preprocess.checkpoint import read_config
 from trinity.preprocess.verdicts import MediaFacts, ProofPart, ProofVerdict, keep_verdict
 from trinity.stages.models.generic import GenericAdapter
 from trinity.stages.proof.prompts import ProofPrompt, make_picture, one_image, text_alone, three_images
@@ -29,12 +30,12 @@ def prove(directory: Path, make_adapter: Any = GenericAdapter) -> ProofVerdict:
     ``make_adapter`` (``GenericAdapter``): (config, facts) -> the adapter on trial; with another the verdict is not
     kept. Raises ``ConfigError`` and what transformers raises where the checkpoint cannot be loaded at all.
     """
-    begun = time.monotonic()
-    subject = Subject.load(directory, make_adapter)
-    loaded = time.monotonic()
+    begun = loaded = time.monotonic()
     parts, serves = list[ProofPart](), list[str]()
     facts = MediaFacts()
     try:
+        subject = Subject.load(directory, make_adapter)
+        loaded = time.monotonic()
         for part, found in _prove_images(subject):
             parts.append(part)
             facts = found
@@ -45,7 +46,7 @@ def prove(directory: Path, make_adapter: Any = GenericAdapter) -> ProofVerdict:
     except Differs as error:
         parts.append(ProofPart(error.name, False, error.said))
     verdict = ProofVerdict(
-        model_type=str(subject.config.model_type),
+        model_type=str(read_config(directory).model_type),
         parts=tuple(parts),
         serves=tuple(serves),
         facts=facts,

@@ -40,13 +40,21 @@ class Subject:
 
     @classmethod
     def load(cls, directory: Path, make_adapter: Any) -> Subject:
-        """Load the whole model in float32, all in this process."""
+        """Load the whole model in float32, all in this process. Raises ``Differs`` if it lacks weights."""
         config = read_config(directory)
         kind = find_model_class(config)
         with quiet():
-            model = kind.from_pretrained(
-                directory, config=config, dtype=torch.float32, local_files_only=True, trust_remote_code=False
+            model, report = kind.from_pretrained(
+                directory,
+                config=config,
+                dtype=torch.float32,
+                local_files_only=True,
+                trust_remote_code=False,
+                output_loading_info=True,
             )
+        lacking = sorted([*report["missing_keys"], *map(str, report["mismatched_keys"])])
+        if lacking:
+            raise Differs("weights", f"the files lack {len(lacking)} of them, among them {', '.join(lacking[:3])}")
         return cls(directory, model.eval().requires_grad_(False), make_adapter)
 
     @property
