@@ -21,6 +21,7 @@ from trinity.preprocess import loader, model_types
 from trinity.preprocess.model_types import PROVEN, check_config, explain_how_to_add, media_fields, served_types
 from trinity.preprocess.processor import RequestProcessor
 from trinity.stages.models import ModelAdapter, find_adapter, known_models, load_model, register_adapter, registry
+from trinity.stages.proof import prove
 from trinity.testing.checkpoints import VIDEO_ARCHITECTURES
 
 # Of each kind: an inner text model, a flat config with parts, an outer name for one text model, audio.
@@ -163,6 +164,9 @@ def test_what_is_proven_has_an_adapter_and_is_what_the_hint_lists() -> None:
 @pytest.mark.parametrize("tower", ["pixtral", "siglip_vision_model"])
 def test_another_tower_inside_a_known_type_is_refused(tower: str, tmp_path: Path) -> None:
     directory = edited("llava", tmp_path, vision_config={"model_type": tower})
+    failed = prove(directory).failed  # here: a process of its own takes seconds more
+    assert failed is not None
+    assert failed.name == "weights"
     for load in (RequestProcessor, lambda where: load_model(where, "E"), lambda where: load_model(where, "D")):
         with pytest.raises(UnsupportedModel, match=rf"'llava' is proven with .*'clip_vision_model'.*{tower}"):
             load(directory)
