@@ -43,15 +43,20 @@ class Subject:
         """Load the whole model in float32, all in this process. Raises ``Differs`` if it lacks weights."""
         config = read_config(directory)
         kind = find_model_class(config)
-        with quiet():
-            model, report = kind.from_pretrained(
-                directory,
-                config=config,
-                dtype=torch.float32,
-                local_files_only=True,
-                trust_remote_code=False,
-                output_loading_info=True,
-            )
+        try:
+            with quiet():
+                model, report = kind.from_pretrained(
+                    directory,
+                    config=config,
+                    dtype=torch.float32,
+                    local_files_only=True,
+                    trust_remote_code=False,
+                    output_loading_info=True,
+                )
+        except RuntimeError as error:
+            if "mismatch" not in str(error):  # of memory, perhaps, which says nothing of the checkpoint
+                raise
+            raise Differs("weights", "some have other shapes than the model of this config") from error
         lacking = sorted([*report["missing_keys"], *map(str, report["mismatched_keys"])])
         if lacking:
             raise Differs("weights", f"the files lack {len(lacking)} of them, among them {', '.join(lacking[:3])}")
