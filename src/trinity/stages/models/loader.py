@@ -195,7 +195,7 @@ def _part(
         made = _share_part(shelf, *key[:4], files, keep) if shared else _load_part(directory, name, dtype, keep)
         part = _parts[key] = made.to(device).eval().requires_grad_(False)
         if name == "language":
-            prepare_states(part, find_adapter(read_config(directory))[0])
+            prepare_states(part, find_adapter(read_config(directory), directory)[0])
         use_fp8_products(part)
         use_native_products(part)
         if packed:
