@@ -31,6 +31,8 @@ NAMES = {  # in the order of the page, each with its module
     "ablation": "serving.ablation",
     "ttft_methods": "serving.ttft_methods",
     "encoders": "serving.encoders",
+    "video": "serving.video",
+    "audio": "serving.audio",
     "leading": "serving.leading",
     "siblings": "serving.siblings",
     "transports": "transfers.transports",

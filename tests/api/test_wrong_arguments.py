@@ -29,7 +29,7 @@ from trinity.planner.search_space import Space
 from trinity.simulation.role_switches import PlacementChange
 from trinity.simulation.simulator import Simulator
 from trinity.timeline import Slice
-from trinity.traces.trace import TraceImage, TraceRow
+from trinity.traces.trace import TraceAudio, TraceImage, TraceRow, TraceVideo
 
 SOUND: dict[Any, dict[str, Any]] = {  # arguments that each constructor takes
     trinity.BatchRules: {},
@@ -58,7 +58,9 @@ SOUND: dict[Any, dict[str, Any]] = {  # arguments that each constructor takes
     PlacementChange: {"placement": "EPD", "at_s": 1.0, "change_s": 0.5, "drain_s": 3.0},
     Simulator: {"model": "qwen2-vl-7b", "slo": trinity.SLO(1.0, 0.1), "cluster": Cluster.of("H100", 2)},
     Space: {},
+    TraceAudio: {},
     TraceImage: {},
+    TraceVideo: {},
     TraceRow: {"timestamp": 0.0, "input_length": 5, "output_length": 2},
 }
 PIPELINE: dict[str, Any] = {"model": EmulatedModel(shape=LLAVA_15_7B, cost=LinearCost())}

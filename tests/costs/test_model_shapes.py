@@ -103,7 +103,9 @@ def test_every_model_has_what_a_planner_needs(name: str) -> None:
     said = re.search(r"-(\d+)b", name)  # billions of parameters, which the smallest round
     billions = float(said[1]) if said is not None else 8.0
     assert 0.85 * billions < shape.language_bytes / 2e9 < 1.15 * billions
-    assert 0.5e9 < shape.vision_bytes < 1.6e9
+    towers = [each for each in (shape.vision, shape.audio) if each]
+    assert len(towers) == 2 if "omni" in name else len(towers) == 1
+    assert 0.2e9 < shape.vision_bytes / len(towers) < 1.6e9
     assert shape.visual_tokens(1024, 768) > 0
     assert shape.weight_bytes("EPD") == shape.weight_bytes("E") + shape.weight_bytes("D")
     assert shape.weight_bytes("PD") == shape.weight_bytes("P") == shape.weight_bytes("D") == shape.language_bytes

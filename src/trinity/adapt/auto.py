@@ -82,7 +82,7 @@ class AutoPlanner:
     @property
     def placement(self) -> str:
         """Placement to start with: N x EPD, or N x PD for a model of text alone."""
-        return f"{self.instances}{'EPD' if self.model.vision else 'PD'}"
+        return f"{self.instances}{'EPD' if self.model.encoder else 'PD'}"
 
     async def begin(self, pipe: RecordingPipeline) -> None:
         """Measure costs unless the pipeline has some, then start to wait for requests."""

@@ -11,8 +11,9 @@ from typing import Any, Protocol
 import msgspec
 
 from trinity.errors import ConfigError
+from trinity.traces.media import make_media
 from trinity.traces.survival import RUNNING
-from trinity.traces.trace import Trace, TraceImage, TraceRow
+from trinity.traces.trace import Trace, TraceRow
 
 
 class RunningRequest(Protocol):
@@ -84,7 +85,7 @@ def iter_running(streams: Sequence[RunningRequest], now: float) -> Iterator[Trac
                 text_length=len(work.prompt) - media,
                 output_length=stream.token_count,
                 max_tokens=work.max_tokens,
-                images=[TraceImage(tokens=span.tokens, content=span.content) for span in work.given_media],
+                **make_media(work.media),
                 finish_reason=RUNNING,
                 latency_s=max(0.0, now - stream.arrived_at),
             )

@@ -20,6 +20,8 @@ from trinity.costs.config_fields import (
     get_size,
 )
 from trinity.costs.expert_config import read_experts, read_latent
+from trinity.costs.layer_shape import whisper_shape
+from trinity.costs.media_tokens import USUAL_S, WINDOW_FRAMES, AudioRule, MediaRules, VideoRule
 from trinity.costs.model_shape import MODELS, LayerShape, ModelShape, VisionShape, get_model_shape
 from trinity.errors import ConfigError, UnsupportedModel
 from trinity.errors.files import read_regular_file
@@ -47,6 +49,17 @@ _PIXELS: Mapping[str, tuple[int, int]] = {  # (least, most) of an image where no
 }
 _PATCHES_OF_IMAGE = tuple(_PIXELS)  # encode each image at its own size, not in tiles of one
 _SPLIT = ("idefics3", "smolvlm")
+_WHISPER_NAMES = {  # Whisper's names of an encoder's sizes, and the usual ones
+    "d_model": "hidden_size",
+    "encoder_layers": "num_hidden_layers",
+    "encoder_attention_heads": "num_attention_heads",
+    "encoder_ffn_dim": "intermediate_size",
+}
+_AUDIO_RULES = {
+    "qwen2_audio": AudioRule(stack=2, window=WINDOW_FRAMES, most=WINDOW_FRAMES),
+    "voxtral": AudioRule(stack=4, window=WINDOW_FRAMES, silence_counts=True),
+}
+_VIDEO_FAMILIES = ("qwen2_vl", "qwen2_5_vl")
 _MOST_TILES = 256  # of InternVL's, whose shapes are all tried
 _TYPICAL = (1024, 768)  # (width, height) in pixels of a typical image
 
@@ -88,14 +101,18 @@ def from_config(config: ConfigFields, preprocessor: ConfigFields | None = None, 
     language = msgspec.structs.replace(language, experts=experts, latent=latent)
     vision = _vision_shape(config, text) if get_part(config, "vision_config") else None
     rule = _visual_token_rule(config, preprocessor or {}) if vision else visual_tokens.fixed_tokens
+    audio = _audio_shape(config, language.width) if get_part(config, "audio_config") else None
+    media = _media_rules(config, preprocessor or {}, rule)
     quantised = get_part(config, "quantization_config") or get_part(text, "quantization_config")
     return ModelShape(
         name=name,
         language=language,
         vocabulary=get_size(text, "language", "vocab_size"),
         vision=vision,
+        audio=audio,
+        media=media,
         visual_tokens=rule,
-        image_tokens=rule(*_TYPICAL) if vision else 0,
+        image_tokens=rule(*_TYPICAL) if vision else media.audio.count_tokens(USUAL_S) if audio and media.audio else 0,
         tied=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
         layer_dtype_bytes=1 if quantised.get("quant_method") == "fp8" else None,
         dtype_bytes=4 if "float32" in (config.get("torch_dtype"), config.get("dtype")) else 2,
@@ -156,6 +173,32 @@ def _vision_shape(config: ConfigFields, text: ConfigFields) -> VisionShape:
         deep_layers=deep,
         full_layers=_count_full_layers(fields, layers.layers) if family in _PATCHES_OF_IMAGE else 0,
     )
+
+
+def _audio_shape(config: ConfigFields, width: int) -> VisionShape:
+    """Read an encoder as Whisper's. Raises ``UnsupportedModel`` for a family whose rule for tokens is unknown."""
+    family, fields = str(config.get("model_type")), get_part(config, "audio_config")
+    if family not in _AUDIO_RULES:
+        raise UnsupportedModel(
+            f"the number of tokens of an audio clip is unknown for {family!r} models; build a "
+            "trinity.costs.model_shape.ModelShape with your own media=MediaRules(audio=AudioRule(...))"
+        )
+    layers = _layer_shape({_WHISPER_NAMES.get(name, name): fields[name] for name in fields}, "audio", gated=False)
+    stack = _AUDIO_RULES[family].stack
+    projector = layers.width * width if family == "qwen2_audio" else (stack * layers.width + width) * width
+    return whisper_shape(layers, mel=get_size(fields, "audio", "num_mel_bins"), stack=stack, projector=projector)
+
+
+def _media_rules(config: ConfigFields, preprocessor: ConfigFields, rule: VisualTokenRule) -> MediaRules:
+    """Get the rules for videos and audio of the families that have them; without files, transformers' defaults."""
+    family = str(config.get("model_type"))
+    if family in _VIDEO_FAMILIES:
+        sized = any(name in preprocessor for name in ("size", "min_pixels", "max_pixels"))
+        bounds = rule.keywords if sized and isinstance(rule, partial) else {}
+        return MediaRules(video=VideoRule(group=2, **bounds))
+    if family == "internvl" and isinstance(rule, partial):  # a frame is one tile
+        return MediaRules(video=VideoRule(tokens=rule.keywords["tokens"]))
+    return MediaRules(audio=_AUDIO_RULES.get(family))
 
 
 def _vision_fields(config: ConfigFields) -> ConfigFields:

@@ -12,103 +12,14 @@ from functools import partial
 import msgspec
 
 from trinity.costs import visual_tokens
-from trinity.costs.layer_parts import ExpertShape, LatentShape
+from trinity.costs.layer_shape import LayerShape as LayerShape
+from trinity.costs.layer_shape import VisionShape as VisionShape
+from trinity.costs.layer_shape import audio_worth, whisper_shape
+from trinity.costs.media_tokens import WINDOW_FRAMES, AudioRule, MediaRules, VideoRule
 from trinity.costs.pool_sizes import ModelMemory, size_pools
-from trinity.errors import ConfigError, UnknownName
+from trinity.errors import UnknownName
+from trinity.traces.media import TraceAudio, TraceVideo
 from trinity.traces.synthetic import VisualTokenRule
-
-
-class LayerShape(msgspec.Struct, frozen=True, kw_only=True):
-    """Shape of a stack of equal transformer layers.
-
-    layers: layers.
-    width (elements): hidden size.
-    heads, kv_heads: query heads, and key-value heads, which must divide them.
-    head_dim (elements): width of a head.
-    ffn (elements): width of the feed-forward part.
-    gated (False): the feed-forward part has three matrices, not two.
-    experts (None): what stands in some layers for the feed-forward part.
-    latent (None): latent attention; keys and values of ``kv_heads`` are not cached then.
-
-    Raises ``ConfigError`` for values out of range.
-    """
-
-    layers: int
-    width: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    ffn: int
-    gated: bool = False
-    experts: ExpertShape | None = None
-    latent: LatentShape | None = None
-
-    def __post_init__(self) -> None:
-        if min(msgspec.structs.astuple(self)[:6]) < 1 or self.heads % self.kv_heads:
-            raise ConfigError(f"{self!r}: sizes must be at least 1, and kv_heads must divide heads")
-
-    @property
-    def weights(self) -> int:
-        """Number of weights in all matrices, experts that a token does not go through included."""
-        return int(self._weights(self.experts.experts if self.experts else 0))
-
-    @property
-    def active_weights(self) -> int:
-        """Number of weights that a token is multiplied with."""
-        return int(self._weights(self.experts.active if self.experts else 0))
-
-    def touched_weights(self, rows: float) -> float:
-        """Weights that a step of so many rows reads: of experts those that some row goes through, on average."""
-        return self._weights(self.experts.touched(rows)) if self.experts else self.weights
-
-    def _weights(self, experts: float) -> float:
-        """Weights of all layers, where those with experts have so many."""
-        matrices, mixed = 3 if self.gated else 2, self.experts
-        attention = 2 * self.width * self.head_dim * (self.heads + self.kv_heads)
-        if self.latent is not None:
-            attention = self.latent.weights(self.width, self.heads)
-        dense = self.layers - (mixed.layers if mixed else 0)
-        held = self.layers * attention + dense * matrices * self.width * self.ffn
-        return held + (mixed.weights(self.width, experts, matrices) if mixed else 0)
-
-    @property
-    def kv_row(self) -> int:
-        """Elements that the KV cache holds of a token in one layer: keys and values, or a latent row."""
-        return self.latent.row if self.latent else 2 * self.kv_heads * self.head_dim
-
-    @property
-    def attended(self) -> int:
-        """Multiply-adds of one query and one key in all layers and heads: the score and the weighted value."""
-        return self.layers * self.attended_each
-
-    @property
-    def attended_each(self) -> int:
-        """Multiply-adds of one query and one key in one layer."""
-        return self.latent.attended(self.heads) if self.latent else 2 * self.heads * self.head_dim
-
-
-class VisionShape(msgspec.Struct, frozen=True, kw_only=True):
-    """Shape of a vision encoder.
-
-    layers: its transformer layers.
-    patches: patches that pass through the layers for each visual token.
-    span (patches): patches of a tile or window that each patch attends to.
-    projector: number of weights that turn patch features into visual tokens.
-    full_layers (0): layers whose patches attend to all of their image, in place of the ``span``.
-    deep_layers (0): layers whose features enter the language model beside the last's (Qwen3-VL's DeepStack); a visual
-        token has a row of each.
-    """
-
-    layers: LayerShape
-    patches: float
-    span: int
-    projector: int
-    full_layers: int = 0
-    deep_layers: int = 0
-
-    @property
-    def windowed_layers(self) -> int:
-        return self.layers.layers - self.full_layers
 
 
 class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
@@ -117,7 +28,9 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     name: name of the model.
     language: layers of the language model.
     vocabulary (tokens): size of the vocabulary.
-    vision (None): shape of the encoder; None for a model of text alone.
+    vision (None): shape of the encoder of images and frames; None for a model without.
+    audio (None): shape of the encoder of audio; its tokens are the media of costs where there is no other encoder.
+    media: rules for videos and audio clips.
     visual_tokens: rule for the visual tokens of an image, (width, height) in pixels to tokens.
     image_tokens (visual tokens, 576): those of a typical image.
     tied (False): input and output embedding share one matrix.
@@ -132,6 +45,8 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     language: LayerShape
     vocabulary: int
     vision: VisionShape | None = None
+    audio: VisionShape | None = None
+    media: MediaRules = MediaRules()
     visual_tokens: VisualTokenRule = visual_tokens.fixed_tokens
     image_tokens: int = 576
     tied: bool = False
@@ -150,10 +65,20 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
         """List the visual tokens of each tile of an image, as ``visual_tokens.list_tiles`` of its rule does."""
         return visual_tokens.list_tiles(self.visual_tokens, tokens, width, height)
 
+    def clip_tokens(self, clip: TraceVideo | TraceAudio) -> int:
+        """Count the tokens of a video or audio clip. Raises ``ConfigError`` where the model takes none of its kind."""
+        return self.media.measure(clip).tokens
+
     @property
     def feature_bytes(self) -> int:
         """Bytes of one visual token in the image cache."""
-        return self.language.width * self.dtype_bytes * (1 + self.vision.deep_layers) if self.vision else 0
+        deep = self.vision.deep_layers if self.vision else 0
+        return self.language.width * self.dtype_bytes * (1 + deep) if self.encoder else 0
+
+    @property
+    def encoder(self) -> VisionShape | None:
+        """The encoder whose tokens are the media of a cost model: of images, or of audio where that is all there is."""
+        return self.vision or self.audio
 
     @property
     def head(self) -> int:
@@ -179,8 +104,9 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def vision_bytes(self) -> int:
-        """Bytes of all weights of the encoder and its projector."""
-        return (self.vision.layers.weights + self.vision.projector) * self.dtype_bytes if self.vision else 0
+        """Bytes of all weights of the encoders and their projectors."""
+        towers = [each for each in (self.vision, self.audio) if each]
+        return sum(each.patch_weights + each.projector for each in towers) * self.dtype_bytes
 
     @property
     def language_bytes(self) -> int:
@@ -226,6 +152,9 @@ _MLP = 1024 * 4096 + 4096 * 4096  # LLaVA's projector
 _MERGER = 5120 * 5120 + 5120 * 3584  # Qwen2-VL's
 _QWEN2_RULE = partial(visual_tokens.smart_resize_tokens, most=16384 * 28 * 28)  # as its checkpoints set it
 _QWEN3_RULE = partial(visual_tokens.smart_resize_tokens, factor=32, least=256 * 256, most=4096 * 4096)  # likewise
+_QWEN2_VIDEO = VideoRule(group=2, least=56 * 56, most=16384 * 28 * 28)  # likewise
+_QWEN3_VIDEO = VideoRule(group=2, factor=32, least=4096, most=24576 * 32 * 32, together=True)  # likewise
+_QWEN2_AUDIO = AudioRule(stack=2)
 
 
 def _qwen2_5_vl(size: str, language: LayerShape, vocabulary: int, ffn: int, *, tied: bool = False) -> ModelShape:
@@ -238,6 +167,7 @@ def _qwen2_5_vl(size: str, language: LayerShape, vocabulary: int, ffn: int, *, t
         vocabulary=vocabulary,
         vision=VisionShape(layers=layers, patches=4, span=64, projector=projector, full_layers=4),
         visual_tokens=_QWEN2_RULE,
+        media=MediaRules(video=_QWEN2_VIDEO),
         image_tokens=999,
         tied=tied,
         context=128_000,
@@ -258,6 +188,7 @@ def _qwen3_vl(size: str, language: LayerShape, encoder: LayerShape, *, tied: boo
         vocabulary=151_936,
         vision=vision,
         visual_tokens=_QWEN3_RULE,
+        media=MediaRules(video=_QWEN3_VIDEO),
         image_tokens=768,
         tied=tied,
         context=262_144,
@@ -269,6 +200,18 @@ def _qwen(layers: int, width: int, heads: int, kv_heads: int, ffn: int) -> Layer
     return LayerShape(layers=layers, width=width, heads=heads, kv_heads=kv_heads, head_dim=128, ffn=ffn, gated=True)
 
 
+def _qwen2_5_omni() -> ModelShape:
+    """The thinker of Qwen2.5-Omni: Qwen2.5-VL's parts, and an encoder of audio beside them."""
+    seeing = _qwen2_5_vl("7b", _QWEN2_7B, 152_064, 3420)
+    hearing = whisper_shape(_WHISPER_LARGE, mel=128, stack=2, projector=1280 * 3584, span=100)
+    rule = msgspec.structs.replace(_QWEN2_AUDIO, work=audio_worth(hearing, seeing.vision, seeing.image_tokens))
+    media = MediaRules(video=_QWEN2_VIDEO, audio=rule)
+    named = {"name": "qwen2.5-omni-7b", "context": 32_768, "source": "config.json of Qwen/Qwen2.5-Omni"}
+    return msgspec.structs.replace(seeing, audio=hearing, media=media, **named)
+
+
+_WHISPER_SMALL = LayerShape(layers=12, width=768, heads=12, kv_heads=12, head_dim=64, ffn=3072)
+_WHISPER_LARGE = LayerShape(layers=32, width=1280, heads=20, kv_heads=20, head_dim=64, ffn=5120)
 _QWEN3_VIT = LayerShape(layers=27, width=1152, heads=16, kv_heads=16, head_dim=72, ffn=4304)
 _QWEN3_SMALL_VIT = LayerShape(layers=24, width=1024, heads=16, kv_heads=16, head_dim=64, ffn=4096)
 
@@ -296,6 +239,7 @@ MODELS: Mapping[str, ModelShape] = {
             vocabulary=152_064,
             vision=VisionShape(layers=_QWEN2_VIT, patches=4, span=4 * 999, projector=_MERGER, full_layers=32),
             visual_tokens=_QWEN2_RULE,
+            media=MediaRules(video=_QWEN2_VIDEO),
             image_tokens=999,
             context=32_768,
         ),
@@ -313,6 +257,7 @@ MODELS: Mapping[str, ModelShape] = {
             vocabulary=92_553,
             vision=VisionShape(layers=_CLIP_L, patches=4, span=1025, projector=4096 * 4096 * 2),
             visual_tokens=visual_tokens.tile_tokens,
+            media=MediaRules(video=VideoRule(tokens=256)),
             image_tokens=7 * 256,
             context=32_768,
         ),
@@ -322,8 +267,30 @@ MODELS: Mapping[str, ModelShape] = {
             vocabulary=151_666,
             vision=VisionShape(layers=_SIGLIP_400M, patches=16, span=1024, projector=1152 * 3584 + 5 * 3584 * 3584),
             visual_tokens=visual_tokens.slice_tokens,
+            media=MediaRules(video=VideoRule(tokens=64)),
             image_tokens=5 * 64,
             context=32_768,
+        ),
+        _qwen2_5_omni(),
+        ModelShape(
+            name="qwen2-audio-7b",
+            language=_LLAMA_7B,
+            vocabulary=156_032,
+            audio=whisper_shape(_WHISPER_LARGE, mel=128, stack=2, projector=1280 * 4096),
+            media=MediaRules(audio=msgspec.structs.replace(_QWEN2_AUDIO, window=WINDOW_FRAMES, most=WINDOW_FRAMES)),
+            image_tokens=750,
+            context=8_192,
+            source="config.json of Qwen/Qwen2-Audio",
+        ),
+        ModelShape(
+            name="ultravox-v0.3",
+            language=_INTERNLM2_7B,
+            vocabulary=128_256,
+            audio=whisper_shape(_WHISPER_SMALL, mel=80, stack=8, projector=6144 * 4096 + 2048 * 4096),
+            media=MediaRules(audio=AudioRule(stack=8, rounds_up=True)),
+            image_tokens=188,
+            context=131_072,
+            source="Llama-3.1-8B, of InternLM2's shape but for its vocabulary, and the encoder of Whisper-small",
         ),
         ModelShape(
             name="openpangu-7b-vl",

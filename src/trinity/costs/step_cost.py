@@ -197,14 +197,14 @@ class Roofline(msgspec.Struct, frozen=True, kw_only=True, tag=True):
         return self._pass(flops, moved, self.device.flops_share) + sequences * self.device.row_s
 
     def _encode(self, tokens: int, image: float) -> float:
-        vision = self.model.vision
+        vision = self.model.encoder
         if tokens <= 0 or vision is None:
             return 0.0
         own = image if image > 0 else float(min(tokens, self.model.image_tokens))
         patches, layers = tokens * float(vision.patches), vision.layers
         # Attention is quadratic in the image's own patches in some layers, and bound to windows in the others.
         pairs = patches * (vision.full_layers * own * vision.patches + vision.windowed_layers * vision.span)
-        products = patches * layers.weights + float(tokens * vision.projector) + pairs * layers.attended_each
+        products = patches * vision.patch_weights + float(tokens * vision.projector) + pairs * layers.attended_each
         activations = patches * (_ACTIVATIONS * layers.layers * layers.width * self.model.dtype_bytes)
         moved = activations + float(self.model.vision_bytes + tokens * self.model.feature_bytes)
         return self._pass(2 * products, moved, self.device.encoding_share)

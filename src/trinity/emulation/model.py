@@ -18,9 +18,11 @@ import math
 
 import msgspec
 import numpy as np
+from msgspec.structs import replace
 
 from trinity.core.messages import IMAGE, KV
 from trinity.costs.emulated_cost import LinearCost, TableCost
+from trinity.costs.media_tokens import MediaRules
 from trinity.costs.model_shape import ModelShape
 from trinity.costs.step_cost import CostTables, Roofline
 from trinity.costs.visual_tokens import decode_rule, encode_rule, equal_tile_tokens
@@ -29,6 +31,7 @@ from trinity.errors.arguments import check_struct
 from trinity.memory.block_memory import BlockShape
 from trinity.memory.cache_config import KvDtype
 from trinity.request import Request
+from trinity.traces.media import TraceAudio, TraceVideo
 from trinity.traces.trace import TraceRow
 
 WORD = 8  # blocks hold 64-bit words
@@ -47,6 +50,8 @@ class EmulatedShape(msgspec.Struct, frozen=True, kw_only=True):
     image_tokens (visual tokens, 576): rows of an image; with ``image_pixels``, their maximum.
     image_pixels (pixels, 0): edge of the square that becomes one row; 0 gives every image ``image_tokens`` rows.
     tile_tokens (visual tokens, 0): rows of a tile; several encoders may share the tiles of an image. 0: it is in one.
+    takes_images (True): False for a model of audio alone, though its rows have an ``image_width``.
+    media: rules for videos and audio clips; without them it takes none.
     vocabulary (tokens, 32000): size of the vocabulary, at least 16.
     context (tokens, 4096): longest sequence.
     """
@@ -62,6 +67,8 @@ class EmulatedShape(msgspec.Struct, frozen=True, kw_only=True):
     image_tokens: int = 576
     image_pixels: int = 0
     tile_tokens: int = 0
+    takes_images: bool = True
+    media: MediaRules = MediaRules()
     vocabulary: int = 32_000
     context: int = 4096
 
@@ -95,9 +102,11 @@ class EmulatedShape(msgspec.Struct, frozen=True, kw_only=True):
             dtype_bytes=model.dtype_bytes,
             kv_dtype_bytes=model.kv_dtype_bytes,
             latent_width=language.latent.row if language.latent else 0,
-            image_width=language.width if model.vision else 0,
+            image_width=language.width if model.encoder else 0,
             image_tokens=model.image_tokens or 1,
             tile_tokens=equal_tile_tokens(model.visual_tokens) if model.vision else 0,
+            takes_images=model.encoder is None or model.vision is not None,
+            media=model.media,
             vocabulary=model.vocabulary,
             context=model.context,
         )
@@ -204,11 +213,12 @@ class EmulatedModel(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EmulatedRequest(Request, frozen=True, kw_only=True):
-    """Request of an emulated pipeline, given as counts; its images come first, then its text.
+    """Request of an emulated pipeline, given as counts; its images come first, then its clips, then its text.
 
     text_tokens (tokens, 1): text of the prompt.
-    leading_tokens (tokens, 0): how much of the text stands before the images; not with ``hash_ids``.
+    leading_tokens (tokens, 0): how much of the text stands before the media; not with ``hash_ids``.
     image_tokens (()): for each image its visual tokens, or (width, height) in pixels for the model's rule.
+    clips (()): videos and audio clips, as a trace has them; what of their sizes is unknown, the model's rules say.
     contents (names, ()): contents of the images; equal names are equal images. Without names nothing is shared.
     text (name, None): content of the text; requests with equal names share prefixes.
     hash_ids (names, ()): contents of the prompt's first pieces of 512 tokens instead, as in Mooncake's traces; images
@@ -221,13 +231,14 @@ class EmulatedRequest(Request, frozen=True, kw_only=True):
     text_tokens: int = 1
     leading_tokens: int = 0
     image_tokens: tuple[int | tuple[int, int], ...] = ()
+    clips: tuple[TraceVideo | TraceAudio, ...] = ()
     contents: tuple[str, ...] = ()
     text: str | None = None
     hash_ids: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, row: TraceRow, number: int = 0, salt: str = "") -> EmulatedRequest:
-        """Build a request with the text, image and output tokens of a trace's row.
+        """Build a request with the text, media and output tokens of a trace's row.
 
         An image whose tokens the row does not record is given by its pixels. ``number`` names contents that the row
         does not name. ``salt`` precedes every name, so that a later replay finds nothing in the caches of an earlier
@@ -235,9 +246,12 @@ class EmulatedRequest(Request, frozen=True, kw_only=True):
         """
         images = tuple(image.tokens or (image.width or 1, image.height or 1) for image in row.images)
         named = tuple(f"{salt}{image.content or f'{number}.{at}'}" for at, image in enumerate(row.images))
+        others = enumerate(row.clips, len(images))
+        clips = tuple(replace(each, content=f"{salt}{each.content or f'{number}.{at}'}") for at, each in others)
         return cls(
             text_tokens=max(1, row.text_tokens),
             image_tokens=images,
+            clips=clips,
             contents=named,
             hash_ids=tuple(f"{salt}{each}" for each in row.hash_ids),
             max_tokens=max(1, row.output_length),

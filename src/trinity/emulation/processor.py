@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from trinity.core.image_strips import cut_span
-from trinity.core.messages import MediaSpan, Work
+from trinity.core.messages import IMAGE, MediaSpan, Work
+from trinity.core.values import VIDEO
+from trinity.costs.media_tokens import AUDIO, MeasuredClip
 from trinity.emulation.content import PLACEHOLDER, prompt_ids
 from trinity.emulation.model import EmulatedModel, EmulatedRequest
-from trinity.errors import BadMedia, ClosedError, RequestError, RequestTooLarge, own_errors
+from trinity.errors import BadMedia, ClosedError, ConfigError, RequestError, RequestTooLarge, own_errors
 from trinity.preprocess.generation_config import resolve_sampling
 from trinity.preprocess.media_limits import MediaLimits
 from trinity.preprocess.processor import ProcessedRequest, RequestProcessor
 from trinity.request import Request, check_request
 from trinity.simulation.workload import HASH_TOKENS
+from trinity.traces.media import TraceAudio, TraceVideo
 
 
 class EmulatedTokenizer:
@@ -45,7 +48,7 @@ class EmulatedProcessor(RequestProcessor):
         self.tokenizer = EmulatedTokenizer()
         self.eos_ids = frozenset()
         self.media_token_ids = frozenset({PLACEHOLDER})
-        self.media_kinds = frozenset({"image"} if model.multimodal else ())
+        self.media_kinds = _list_kinds(model)
         self.multimodal = model.multimodal
 
     def process(self, request: Request) -> ProcessedRequest:
@@ -54,20 +57,22 @@ class EmulatedProcessor(RequestProcessor):
         if not isinstance(request, EmulatedRequest):
             text = "an emulated pipeline takes counts, not text: give a trinity.emulation.model.EmulatedRequest"
             raise RequestError(text, request.request_id)
-        images = self._images(request)
-        prompt = sum(images) + request.text_tokens
+        images, clips = self._images(request), self._clips(request)
+        visual = sum(images) + sum(clip.tokens for clip in clips)
+        prompt = visual + request.text_tokens
         if not 0 < prompt < self.context_length or request.text_tokens < 1:
-            text = f"a prompt of {prompt} tokens ({sum(images)} of them visual) in a context of {self.context_length}"
+            text = f"a prompt of {prompt} tokens ({visual} of them visual) in a context of {self.context_length}"
             raise RequestTooLarge(
                 f"{text}: a prompt needs at least one token of text and room for one of output", request.request_id
             )
         _check_leading(request)
         wanted, room = self.defaults.max_tokens(request, prompt), self.context_length - prompt
         sampling = self.defaults.complete(request.sampling, prompt)
+        spans = _spans(request, images, self.model.shape.tile_tokens, self.strips)
         work = Work(
             request=request.request_id,
-            prompt=self._prompt(request, sum(images)),
-            media=_spans(request, images, self.model.shape.tile_tokens, self.strips),
+            prompt=self._prompt(request, visual),
+            media=(*spans, *_clip_spans(request, clips, request.leading_tokens + sum(images))),
             max_tokens=min(wanted, room),
             sampling=resolve_sampling(sampling, seed=0),
             stop_ids=frozenset(request.sampling.stop_token_ids),
@@ -89,8 +94,9 @@ class EmulatedProcessor(RequestProcessor):
 
     def _images(self, request: EmulatedRequest) -> list[int]:
         """Visual tokens of each image."""
-        if request.image_tokens and not self.multimodal:
-            raise BadMedia(f"{self.model.shape.name} takes text alone: give no image_tokens", request.request_id)
+        if request.image_tokens and "image" not in self.media_kinds:
+            kinds = "text alone" if not self.media_kinds else f"{', '.join(sorted(self.media_kinds))} and text"
+            raise BadMedia(f"{self.model.shape.name} takes {kinds}: give no image_tokens", request.request_id)
         if request.contents and len(request.contents) != len(request.image_tokens):
             text = f"{len(request.contents)} contents for {len(request.image_tokens)} images"
             raise BadMedia(text, request.request_id)
@@ -99,6 +105,15 @@ class EmulatedProcessor(RequestProcessor):
         if any(count < 1 for count in images) or request.all_media():
             raise BadMedia("images are given as counts of at least 1, in image_tokens=", request.request_id)
         return images
+
+    def _clips(self, request: EmulatedRequest) -> list[MeasuredClip]:
+        """Items and tokens of each video and audio clip."""
+        if not all(isinstance(each, (TraceVideo, TraceAudio)) for each in request.clips):
+            raise BadMedia("clips are given as TraceVideo and TraceAudio, in clips=", request.request_id)
+        try:
+            return [self.model.shape.media.measure(each) for each in request.clips]
+        except ConfigError as error:
+            raise BadMedia(f"{self.model.shape.name}: {error}: give other clips=", request.request_id) from error
 
     def _prompt(self, request: EmulatedRequest, visual: int) -> tuple[int, ...]:
         """Build the prompt: placeholders of the images among the tokens that the text's names stand for."""
@@ -132,6 +147,25 @@ def _spans(request: EmulatedRequest, images: Sequence[int], tile: int, most: int
         spans += cut_span(image, _tiles(count, tile), most)
         offset += count
     return tuple(spans)
+
+
+def _clip_spans(request: EmulatedRequest, clips: Sequence[MeasuredClip], offset: int) -> Iterator[MediaSpan]:
+    """Yield the items of all clips, the first at ``offset``."""
+    for at, (clip, given) in enumerate(zip(clips, request.clips, strict=True), len(request.image_tokens)):
+        name = given.content or f"{request.request_id}.{at}"
+        for number, count in enumerate(clip.list_tokens()):
+            content = f"{clip.name_item(name, number)}:{count}"
+            yield MediaSpan(clip.kind, count, offset, count, content, strip=number)
+            offset += count
+
+
+def _list_kinds(model: EmulatedModel) -> frozenset[str]:
+    """List the kinds of media that a model takes."""
+    shape, found = model.shape, set[str]()
+    if model.multimodal:
+        taken = ((IMAGE, shape.takes_images), (VIDEO, shape.media.video), (AUDIO, shape.media.audio))
+        found = {kind for kind, there in taken if there}
+    return frozenset(found)
 
 
 def _tiles(count: int, tile: int) -> list[int]:

@@ -10,6 +10,7 @@ import numpy as np
 
 from trinity.core.messages import IMAGE, KV, Encode, Grow, Open, Prefill, Sampled, Step
 from trinity.core.transfers import FEED_FORWARD
+from trinity.costs.media_tokens import MediaRules
 from trinity.costs.step_cost import CostModel
 from trinity.emulation.content import (
     Words,
@@ -55,12 +56,14 @@ class EmulatedBatch:
     encodes: Sequence[Encode]
     chunks: Sequence[tuple[Prefill, EmulatedRow]]
     decoded: Sequence[EmulatedRow]
+    media: MediaRules
 
     @property
     def counts(self) -> tuple[int, int, int]:
-        """(decodes, prefill tokens, visual tokens), as a cost model takes them."""
+        """(decodes, prefill tokens, visual tokens by what they cost), as a cost model takes them."""
         prefill_tokens = sum(prefill.length for prefill, _ in self.chunks)
-        return len(self.decoded), prefill_tokens, sum(item.span.tokens for item in self.encodes)
+        weigh = self.media.encode_work
+        return len(self.decoded), prefill_tokens, sum(weigh(each.span.kind, each.span.tokens) for each in self.encodes)
 
     def seconds(self, cost: CostModel) -> float:
         """Predict the seconds of this step; decodes attend to prompt and output, chunks to what precedes them."""
@@ -129,6 +132,7 @@ class EmulatedStage:
             step.encodes,
             [(asked, self._row(asked.request, "P")) for asked in step.prefills],
             [self._row(name, "D") for name in step.decodes],
+            self.model.shape.media,
         )
         report = self.on_layers if step.group and batch.chunks else None
         seconds, layers = batch.seconds(self.model.cost), self.model.shape.layers

@@ -8,6 +8,7 @@ from typing import Any
 from trinity.errors import RequestError
 from trinity.metrics import Metrics
 from trinity.pipeline.stream import Stream
+from trinity.traces.media import describe_media
 from trinity.traces.trace import Trace
 
 logger = logging.getLogger("trinity")
@@ -32,7 +33,7 @@ def record_refused(stream: Stream, error: RequestError, metrics: Metrics) -> Non
 def make_trace_row(stream: Stream) -> dict[str, Any]:
     """Make the trace row of a request that has ended."""
     output, work = stream.output, stream.processed.work if stream.processed else None
-    media = work.given_media if work else ()
+    media = work.media if work else ()
     return {
         "timestamp": max(0.0, stream.arrived_at * 1000),  # a wall clock may stand before 1970
         "request_id": output.request_id,
@@ -41,10 +42,7 @@ def make_trace_row(stream: Stream) -> dict[str, Any]:
         "text_length": output.prompt_tokens - output.media_tokens,
         "output_length": len(output.token_ids),
         "max_tokens": output.max_tokens,
-        "images": [
-            {"width": span.width or None, "height": span.height or None, "tokens": span.tokens, "content": span.content}
-            for span in media
-        ],
+        **describe_media(media),
         "finish_reason": output.finish_reason,
         "ttft_s": output.ttft_s,
         "itl_s": output.itl_s,

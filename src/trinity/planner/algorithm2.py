@@ -45,7 +45,7 @@ class Workload(NamedTuple):
     """Tokens of a whole trace, and means of them.
 
     - ``requests``: that the model can take.
-    - ``visual`` (tokens): W_e.
+    - ``visual`` (tokens): W_e, by what encoding costs: a video's or clip's tokens may cost more than an image's.
     - ``prompt`` (tokens): W_p, with visual ones.
     - ``decode`` (tokens): W_d.
     - ``context`` (tokens): mean context length of a decode.
@@ -93,7 +93,7 @@ def measure_workload(trace: Trace, model: ModelShape) -> Workload:
         why = ", or ".join(sorted({job.refused for job in prepared.jobs}))
         raise TraceError(f"{model.name} can serve none of the trace's {len(trace):,} requests: they are {why}")
     tokens = sizes.output[sizes.taken] - 1
-    visual = int(sizes.visual[sizes.taken].sum())  # line 3
+    visual = int(sizes.work[sizes.taken].sum())  # line 3
     prompt = int(prompts.sum())  # line 4
     decode = int(tokens.sum())  # line 5
     looked_at = int((tokens * prompts + tokens * (tokens + 1) // 2).sum())

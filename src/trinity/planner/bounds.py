@@ -268,11 +268,11 @@ def _largest(seconds: Callable[[float], float], limit: float, low: float, high: 
 def _need(requests: TraceRequests, share: float) -> Need:
     """Average over the lightest ``share`` of the requests, by stage; content that comes again counts once."""
     sizes = requests.sizes
-    known, hashed = _count_repeated(requests)
+    known, encoded, hashed = _count_repeated(requests)
     tokens = np.where(sizes.taken, sizes.output - 1, 0)
     held = tokens * -(-(sizes.prompt + sizes.output) // KV_BLOCK_TOKENS)
     return Need(
-        _lightest(sizes.visual - known, share),
+        _lightest(sizes.work - encoded, share),
         _lightest(np.where(sizes.taken, np.maximum(1, sizes.prompt - known - hashed * HASH_TOKENS), 0), share),
         _lightest(tokens, share),
         _lightest(np.where((known > 0) | (hashed > 0), 0, held), share),
@@ -283,23 +283,25 @@ def _need(requests: TraceRequests, share: float) -> Need:
 def _least_own_image(requests: TraceRequests, share: float) -> float:
     """Average a visual token's own image over all that are encoded; the smallest image where some may be left out."""
     sizes = requests.sizes
-    visual = int(sizes.visual[sizes.taken].sum())
+    visual = int(sizes.work[sizes.taken].sum())
     if share == 1.0 and visual and not requests.shared:
         return int(sizes.squares[sizes.taken].sum()) / visual
     images = [tokens for job in requests.jobs if not job.refused for tokens, _ in job.images]
     return float(min(images, default=0))
 
 
-def _count_repeated(requests: TraceRequests) -> tuple[Counts, Counts]:
-    """Count visual tokens, and hashes, of each request that came before in the trace."""
-    known, hashed = np.zeros((2, len(requests.jobs)), np.int64)
+def _count_repeated(requests: TraceRequests) -> tuple[Counts, Counts, Counts]:
+    """Count visual tokens, their encoding, and hashes, of each request that came before in the trace."""
+    known, encoded, hashed = np.zeros((3, len(requests.jobs)), np.int64)
     seen: set[str | int] = set()
     for number, job in enumerate(requests.jobs if requests.shared or requests.sizes.hashed else ()):
-        known[number] = sum([tokens for tokens, content in job.images if content in seen])
+        again = [(tokens, work) for (tokens, name), work in zip(job.images, job.works, strict=True) if name in seen]
+        known[number] = sum([tokens for tokens, _ in again])
+        encoded[number] = sum([work for _, work in again])
         hashed[number] = sum([each in seen for each in job.hash_ids])
         seen.update([content for _, content in job.images])
         seen.update(job.hash_ids)
-    return known, hashed
+    return known, encoded, hashed
 
 
 def _lightest(values: Counts, share: float) -> float:

@@ -78,7 +78,9 @@ def _sentences(plan: Plan) -> Iterator[str]:
     if plan.slo is not None:
         yield f"SLO: first token within {plan.slo.ttft:g} s, {plan.slo.tbt:g} s between tokens."
     trace = plan.trace
-    yield f"Planned on {trace.requests:,} requests, {trace.image_share:.0%} of them with images."
+    shares = [("images", trace.image_share), ("videos", trace.video_share), ("audio", trace.audio_share)]
+    having = ", ".join(f"{share:.0%} of them with {kind}" for kind, share in shares if share or kind == "images")
+    yield f"Planned on {trace.requests:,} requests, {having}."
     yield from list_prices(plan.priced)
     if plan.met:
         yield from _compare_lines(plan)

@@ -22,9 +22,10 @@ from trinity.planner.candidates import Deployment
 from trinity.planner.prices import label_devices
 from trinity.planner.search_config import SearchConfig
 from trinity.planner.search_space import simulator_options
+from trinity.simulation.rate_sweep import why_on_cores
 from trinity.simulation.screening_table import StandIn
 from trinity.simulation.simulator import Simulator
-from trinity.traces.trace import SLO
+from trinity.traces.trace import SLO, Trace
 
 Devices = str | Device | Mapping[str | Device, int]
 DEFAULT_DEVICE = "H100"
@@ -181,11 +182,14 @@ class Hardware:
         screens = asked.backend == "auto" and asked.screens(deployment.placement)
         return self.simulator(deployment, slo, backend="screening", **options) if screens else asked
 
-    def why_on_cores(self, deployment: Deployment, slo: SLO) -> str:
+    def why_on_cores(self, deployment: Deployment, slo: SLO, trace: Trace) -> str:
         """Return the reason why a search replays on the slow cores although the user did not choose them; else ""."""
         asked = self.simulator(deployment, slo)
-        dear = asked.backend == "auto" and not asked.screens(deployment.placement)
-        return asked.why_python(deployment.placement) if dear else ""
+        if asked.backend != "auto":
+            return ""
+        if not asked.screens(deployment.placement):
+            return asked.why_python(deployment.placement)
+        return why_on_cores(trace, self.model)
 
     def stand_ins(self, deployment: Deployment, slo: SLO) -> tuple[StandIn, ...]:
         """Return the stand-ins that a search takes for settings; none where its replays are those of the cores."""

@@ -175,7 +175,7 @@ class HybridPlanner:
 
     def _plan_within_budget(self, drawn: DrawnTrace, progress: ProgressBar, present: Placement | None) -> Plan:
         """Plan on the whole trace or, where the cores must search, on as much of it as they replay in a minute."""
-        why = self.hardware.why_on_cores(self._general, self.asked.slo)
+        why = self.hardware.why_on_cores(self._general, self.asked.slo, drawn.trace)
         count = len(drawn.trace) if not why else min(SHORT, len(drawn.trace))
         while count < len(drawn.trace):
             note = f"Not screened ({why}): searched on the cores that serve, on the first {count:,} requests."

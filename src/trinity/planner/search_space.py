@@ -90,7 +90,7 @@ def simulator_options(
         def seconds(decodes: int, tokens: int, media: int) -> float:
             return kind.cost.at(decodes, tokens, media, context=512)
 
-        found = predict_budgets(seconds, roles, limit, model.image_tokens if model.vision else 0, warn=False)
+        found = predict_budgets(seconds, roles, limit, model.image_tokens if model.encoder else 0, warn=False)
         tokens = int(set_to.get("mixed_tokens" if "D" in roles else "tokens", ALGORITHM1_LIMIT)) or found.token_budget
         media = int(set_to.get("images", ALGORITHM1_LIMIT)) * model.image_tokens or found.image_budget
         return msgspec.structs.replace(found, token_budget=tokens, image_budget=media)

@@ -66,7 +66,7 @@ class SimulatedInstance:
 
     def __init__(self, core: InstanceCore, place: int, cost: CostModel, model: ModelShape) -> None:
         self.core, self.place = core, place
-        self.cost = cost
+        self.cost, self.weigh = cost, model.media.encode_work
         self.running: dict[str, SimulatedStep] = {}
         self.waiting: dict[str, deque[Step]] = {
             lane: deque() for lane in core.settings.lanes
@@ -92,8 +92,10 @@ class SimulatedInstance:
             prefill = sum([row.length for row in step.prefills])
             prefilled = sum([row.start for row in step.prefills]) / prefills
         if step.encodes:
-            media = sum([row.span.tokens for row in step.encodes])
-            image = sum([row.span.tokens**2 for row in step.encodes]) / media
+            spans = [row.span for row in step.encodes]
+            works = [self.weigh(span.kind, span.tokens) for span in spans]
+            media = sum(works)
+            image = sum([span.tokens * work for span, work in zip(spans, works, strict=True)]) / media
         seconds = self.cost.at(
             decodes, prefill, media, context=context, prefilled=prefilled, prefills=prefills, image_tokens=image
         )

@@ -274,11 +274,11 @@ def _costs(costs: Sequence[StepTime | None], known: list[tuple[StepTime, Any]]) 
 
 
 def _roofline(cost: Roofline) -> Any:
-    model, device, language, vision = cost.model, cost.device, cost.model.language, cost.model.vision
-    seen = vision.layers if vision else language
+    model, device, language, vision = cost.model, cost.device, cost.model.language, cost.model.encoder
+    seen, patch = (vision.layers, vision.patch_weights) if vision else (language, language.weights)
     whole = (
         *(language.weights, model.head, language.attended, language.layers, language.width, model.dtype_bytes),
-        *(model.read_bytes, model.kv_bytes, vision is not None, seen.weights, vision.projector if vision else 0),
+        *(model.read_bytes, model.kv_bytes, vision is not None, patch, vision.projector if vision else 0),
         *(vision.span if vision else 0, seen.attended_each, vision.full_layers if vision else 0, seen.layers),
         *(seen.width, model.vision_bytes, model.feature_bytes, model.image_tokens),
     )

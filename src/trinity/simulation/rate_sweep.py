@@ -16,7 +16,7 @@ from trinity.costs.model_shape import ModelShape
 from trinity.simulation import compiled_engine
 from trinity.simulation.compiled_engine import CompiledPlacement, CompiledReplay
 from trinity.simulation.compiled_workload import CompiledWorkload, Floats, Ints
-from trinity.simulation.workload import Job, Sizes, has_shared_content, jobs_of, sizes_of
+from trinity.simulation.workload import Job, Sizes, has_own_work, has_shared_content, jobs_of, sizes_of
 from trinity.traces.goodput import RatePoint, RequestOutcome, completion_ratio
 from trinity.traces.statistics import arrival_rate
 from trinity.traces.trace import SLO, SLO_RULES, Trace
@@ -31,6 +31,7 @@ class TraceRequests:
     model: ModelShape
     jobs: list[Job]
     shared: bool
+    weighed: bool  # some media cost other than their tokens do: a replay on the cores
     _works: dict[tuple[int, int, str, int], CompiledWorkload] = field(default_factory=dict)
 
     def work(self, deployed: CompiledPlacement) -> CompiledWorkload:
@@ -84,8 +85,15 @@ def prepare_requests(trace: Trace, model: ModelShape) -> TraceRequests:
     length = len(trace) + trace.dropped
     if known is None or known.length != length or known.model is not model:
         jobs, stamps = jobs_of(trace, model), np.array([row.timestamp for row in trace], np.float64)
-        known = _known[trace] = TraceRequests(length, stamps, model, jobs, has_shared_content(jobs))
+        known = _known[trace] = TraceRequests(length, stamps, model, jobs, has_shared_content(jobs), has_own_work(jobs))
     return known
+
+
+def why_on_cores(trace: Trace, model: ModelShape) -> str:
+    """Return the reason why the compiled engine cannot replay a trace's media; "" where it can."""
+    if any(row.clips for row in trace) and prepare_requests(trace, model).weighed:
+        return "media whose encoding does not cost what their tokens do"
+    return ""
 
 
 class InstanceUsage(NamedTuple):
@@ -145,6 +153,8 @@ class RateSweep:
         None where the compiled engine cannot: then call ``measure_point``.
         """
         requests = prepare_requests(trace, self.model)
+        if requests.weighed:
+            return None
         deployed, at = self.compile_placement(requests.shared), requests.arrivals(rate)
         if deployed is None or at is None:
             return None

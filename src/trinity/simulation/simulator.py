@@ -34,7 +34,7 @@ from trinity.errors.arguments import Count, Positive, Share, Whole, check_argume
 from trinity.placement import Placement
 from trinity.simulation import compiled_engine
 from trinity.simulation.cluster_model import SimulatedCluster
-from trinity.simulation.rate_sweep import RateSweep, replay_compiled
+from trinity.simulation.rate_sweep import RateSweep, replay_compiled, why_on_cores
 from trinity.simulation.replay_result import Replay as Replay
 from trinity.simulation.replay_result import describe_compiled, describe_cores
 from trinity.simulation.role_switches import AdaptiveCluster, PlacementChange, plan_switches
@@ -75,7 +75,7 @@ class Simulator:
     - ``step_factor`` (1.0): how much longer steps take than their costs say, at the budgets searched by these.
     - ``backend`` ("auto"): "python", the cores themselves; "compiled", the screening engine where its replays are
       theirs to the bit; "auto", that one where they are (``why_python``), else the cores; "screening", that one with
-      the nearest settings that it has (``stand_ins``).
+      the nearest settings that it has (``stand_ins``), and the cores for media that it does not know.
 
     Raises ``ConfigError`` (``UnknownName``, ``PlacementError``) for what cannot be.
     """
@@ -199,7 +199,7 @@ class Simulator:
                 raise ConfigError(f"no budgets are given for instances of roles {roles}: there are {', '.join(given)}")
             return given[roles]
         limit = latency_bound(roles, self.slo.ttft, self.slo.tbt)
-        image = self.model.image_tokens if self.model.vision else 0
+        image = self.model.image_tokens if self.model.encoder else 0
         beside = self.interference if len(self._lanes_of(roles)) > 1 else 1.0
         return predict_budgets(self.cost_of(place).seconds, roles, limit, image, warn=False, interference=beside)
 
@@ -226,9 +226,15 @@ class Simulator:
 
     @check_call
     def why_python(
-        self, placement: Placement | str, *, record: bool = False, changes: Sequence[PlacementChange] = ()
+        self,
+        placement: Placement | str,
+        *,
+        record: bool = False,
+        changes: Sequence[PlacementChange] = (),
+        trace: Trace | None = None,
     ) -> str:
-        """Return the reason why the Python engine replays this placement; "" where the compiled one does.
+        """Return the reason why the Python engine replays this placement, or this trace on it; "" where the compiled
+        one does.
 
         Raises ``ConfigError`` where ``backend`` is "compiled" or "screening" and that cannot run it (decision 0033).
         """
@@ -237,6 +243,8 @@ class Simulator:
         found = self._screen(placement, shared=True)
         why = compiled_engine.why_unavailable() or (found.missing if self.backend == "screening" else found.inexact)
         why = why or ("timelines" if record else "instances that switch roles" if changes else "")
+        if not why and trace is not None and (why := why_on_cores(trace, self.model)) and self.backend == "screening":
+            return why
         if why and self.backend != "auto":
             raise ConfigError(
                 f"the {self.backend} engine cannot do this ({why}): take backend='auto', which replays in Python"
@@ -286,7 +294,7 @@ class Simulator:
         Raises as ``check``, ``TraceError`` for invalid time stamps, and ``AssertionError`` where a request did not end
         or blocks did not come back, which is a fault of trinity.
         """
-        if not self.why_python(placement, record=record, changes=changes):
+        if not self.why_python(placement, record=record, changes=changes, trace=trace):
             return describe_compiled(
                 *replay_compiled(trace, self.model, lambda shared: self._compile(placement, shared))
             )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from msgspec.structs import force_setattr
@@ -45,11 +45,15 @@ def check_times(name: str, values: object) -> Sequence[float]:
     return [check_time(name, each) for each in given]
 
 
-def check_count(name: str, value: Any) -> int:
-    """Return a whole number of at least 0 and at most ``MOST_TOKENS``, numpy's as Python's own. Raises for others."""
-    number = _plain_whole(value)
-    if number is None or not 0 <= number <= MOST_TOKENS:
-        raise TraceError(f"a row's {name} is a whole number of at least 0 and at most 2**40, got {show(value)[:80]}")
+def check_count(name: str, value: Any, most: int | None = None) -> int:
+    """Return a whole number of at least 0 and at most ``most``, numpy's as Python's own. Raises for others.
+
+    ``most`` (None): ``MOST_TOKENS``.
+    """
+    number, most = _plain_whole(value), most or MOST_TOKENS
+    if number is None or not 0 <= number <= most:
+        bound = f"2**{most.bit_length() - 1}"
+        raise TraceError(f"a row's {name} is a whole number of at least 0 and at most {bound}, got {show(value)[:80]}")
     return number
 
 
@@ -67,13 +71,15 @@ def check_counts(name: str, values: object) -> Sequence[int]:
     return plain
 
 
-def check_row(row: Any, image: type) -> None:
-    """Check every field of a ``TraceRow``, whose images are of type ``image``."""
+def check_row(row: Any, media: Mapping[str, type]) -> None:
+    """Check every field of a ``TraceRow``. ``media``: the type of what each field of media lists."""
     check_fields(row, check_time, "timestamp")
     check_fields(row, check_count, "input_length", "output_length")
     check_fields(row, check_count, "text_length", "max_tokens", optional=True)
-    if not isinstance(row.images, (list, tuple)) or not all(isinstance(each, image) for each in row.images):
-        raise TraceError(f"a row's images are a list of TraceImage, got {show(row.images)[:80]}")
+    for name, kind in media.items():
+        given = getattr(row, name)
+        if not isinstance(given, (list, tuple)) or not all(isinstance(each, kind) for each in given):
+            raise TraceError(f"a row's {name} are a list of {kind.__name__}, got {show(given)[:80]}")
     check_fields(row, check_counts, "hash_ids")
     check_fields(row, check_time, "ttft_s", "latency_s", "late_s", optional=True)
     check_fields(row, check_times, "itl_s")
@@ -103,7 +109,7 @@ def read_content(name: str, value: object) -> str:
     try:
         return plain_str(value)
     except Exception:
-        raise TraceError(f"an image's {name} is the text of a hash, got {show(value)[:80]}") from None
+        raise TraceError(f"a medium's {name} is the text of a hash, got {show(value)[:80]}") from None
 
 
 def check_spans(name: str, value: Any) -> dict[str, float]:

@@ -7,39 +7,56 @@ import random
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import accumulate
+from typing import TypeVar
 
 import msgspec
 
 from trinity.errors import ConfigError, TraceError, UnknownName
+from trinity.traces.media import TraceAudio, TraceImage, TraceMedia, TraceVideo
 from trinity.traces.statistics import BIN_S, arrival_rate
-from trinity.traces.trace import Trace, TraceImage, TraceRow
+from trinity.traces.trace import Trace, TraceRow
+
+Drawn = TypeVar("Drawn", TraceVideo, TraceAudio)
 
 VisualTokenRule = Callable[[int, int], int]  # (width, height) of an image in pixels -> visual tokens
+ClipMeasure = Callable[[TraceVideo | TraceAudio], int]  # a video or audio clip without tokens -> its tokens
+MOST_CLIPS = 10_000  # of a request
 
 
 class Dataset(msgspec.Struct, frozen=True, kw_only=True):
-    """Distributions that a dataset's requests are drawn from; each request has one image.
+    """Distributions that a dataset's requests are drawn from; each request has one image, one video, or audio clips.
 
-    ``sizes``: (width in pixels, height in pixels, share) of images. ``prompt`` and ``output``: mean and standard
-    deviation of their tokens, drawn lognormally, at least 1. Raises ``ConfigError`` for values out of range.
+    ``sizes``: (width in pixels, height in pixels, share) of images. ``videos``: (frames, width, height, share) of
+    videos. ``clips``: audio clips of each request, of ``audio`` seconds: mean and standard deviation, drawn
+    lognormally. ``prompt`` and ``output``: the same of their tokens, at least 1. A request has one of each that is
+    given. Raises ``ConfigError`` for values out of range.
     """
 
     name: str
-    sizes: tuple[tuple[int, int, float], ...]
+    sizes: tuple[tuple[int, int, float], ...] = ()
     prompt: tuple[float, float]
     output: tuple[float, float]
+    videos: tuple[tuple[int, int, int, float], ...] = ()
+    clips: int = 0
+    audio: tuple[float, float] = (10.0, 0.0)
 
     def __post_init__(self) -> None:
         moments = all(1 <= mean < math.inf and 0 <= spread < math.inf for mean, spread in (self.prompt, self.output))
-        sizes = all(width > 0 and height > 0 and share > 0 for width, height, share in self.sizes)
-        if not (self.sizes and moments and sizes):
-            raise ConfigError(f"{self!r}: sizes and shares must be positive, means at least 1 and spreads at least 0")
+        sizes = all(min(each) > 0 for each in (*self.sizes, *self.videos)) and 0 <= self.clips <= MOST_CLIPS
+        heard = 0 < self.audio[0] < math.inf and 0 <= self.audio[1] < math.inf
+        if not ((self.sizes or self.videos or self.clips) and moments and sizes and heard):
+            raise ConfigError(
+                f"{self!r}: give sizes of images, videos or clips; sizes and shares must be positive, means at least 1 "
+                "and spreads at least 0"
+            )
 
 
 _EMPTY_STRETCHES = 300  # in a row, before they are no longer drawn one by one
 _PHOTOS = ((1024, 768, 0.62), (768, 1024, 0.14), (1024, 683, 0.14), (1024, 1024, 0.10))
 _SMALL = ((640, 480, 0.40), (1024, 768, 0.25), (500, 375, 0.20), (300, 400, 0.15))
 _PHONE = ((1224, 1632, 0.45), (720, 1280, 0.30), (480, 640, 0.25))
+_CLIPS_8 = ((8, 640, 360, 0.5), (8, 640, 480, 0.5))
+_CLIPS_64 = ((64, 640, 360, 0.8), (64, 480, 360, 0.2))
 _COCO = ((640, 480, 0.55), (640, 427, 0.25), (480, 640, 0.20))
 DATASETS: Mapping[str, Dataset] = {
     each.name: each
@@ -49,6 +66,9 @@ DATASETS: Mapping[str, Dataset] = {
         Dataset(name="MME", sizes=_SMALL, prompt=(32, 8), output=(2, 0)),
         Dataset(name="TextVQA", sizes=_PHOTOS, prompt=(24, 3), output=(16, 12)),
         Dataset(name="VizWiz", sizes=_PHONE, prompt=(24, 4), output=(30, 25)),
+        # EPDServe's videos (4.1): lengths of NextQA are its own, frames of both, sizes assumed
+        Dataset(name="NextQA", videos=_CLIPS_8, prompt=(11.42, 4), output=(2.75, 1.5)),
+        Dataset(name="Video-MME", videos=_CLIPS_64, prompt=(60, 20), output=(10, 0)),
     )
 }
 
@@ -58,6 +78,7 @@ def synthesise(
     requests: int,
     *,
     visual_tokens: VisualTokenRule,
+    clip_tokens: ClipMeasure | None = None,
     rate: float | None = None,
     arrivals: Trace | None = None,
     seed: int = 0,
@@ -67,6 +88,8 @@ def synthesise(
     dataset: a ``Dataset``, or the name of one in ``DATASETS``.
     requests (count): requests to draw, at least 1.
     visual_tokens: the model's rule, (width, height) in pixels to visual tokens.
+    clip_tokens (None): the model's rule for videos and audio, such as ``ModelShape.clip_tokens``; without it their
+        tokens are unknown.
     rate (requests/s, None): rate of a Poisson process; with ``arrivals``, the rate that these are scaled to.
     arrivals (trace, None): takes this trace's arrival times instead, repeated from its start where it is too short.
     seed (0): seed of all draws.
@@ -82,7 +105,7 @@ def synthesise(
         raise ConfigError(f"a trace must have at least 1 request, got requests={requests}")
     noise = random.Random(seed)
     times = _draw_times(requests, rate, arrivals, noise)
-    made = Trace(_draw_request(dataset, at, visual_tokens, noise) for at in times)
+    made = Trace(_draw_request(dataset, at, visual_tokens, clip_tokens, noise) for at in times)
     return made if arrivals is None or rate is None else made.scale(rate=rate)
 
 
@@ -104,23 +127,54 @@ def _repeat_times(arrivals: Trace, requests: int) -> list[float]:
     return [times[n % len(times)] - times[0] + n // len(times) * lap for n in range(requests)]
 
 
-def _draw_request(dataset: Dataset, at: float, visual_tokens: VisualTokenRule, noise: random.Random) -> TraceRow:
-    shares = [share for _, _, share in dataset.sizes]
-    ((width, height, _),) = noise.choices(dataset.sizes, shares)
-    tokens, text = visual_tokens(width, height), _draw_lognormal(*dataset.prompt, noise)
+def _draw_request(
+    dataset: Dataset, at: float, visual_tokens: VisualTokenRule, clip_tokens: ClipMeasure | None, noise: random.Random
+) -> TraceRow:
+    images = [_draw_image(dataset, visual_tokens, noise)] if dataset.sizes else []
+    text = _draw_lognormal(*dataset.prompt, noise)
+    output = _draw_lognormal(*dataset.output, noise)
+    videos = [_with_tokens(_draw_video(dataset, noise), clip_tokens)] if dataset.videos else []
+    audio = [_with_tokens(_draw_audio(dataset, noise), clip_tokens) for _ in range(dataset.clips)]
+    media: list[TraceMedia] = [*images, *videos, *audio]
+    tokens = sum([each.tokens or 0 for each in media])
     return TraceRow(
         timestamp=at,
         input_length=text + tokens,
-        output_length=_draw_lognormal(*dataset.output, noise),
+        output_length=output,
         text_length=text,
-        images=[TraceImage(width=width, height=height, tokens=tokens)],
+        images=images,
+        videos=videos,
+        audio=audio,
     )
+
+
+def _draw_image(dataset: Dataset, visual_tokens: VisualTokenRule, noise: random.Random) -> TraceImage:
+    ((width, height, _),) = noise.choices(dataset.sizes, [share for _, _, share in dataset.sizes])
+    return TraceImage(width=width, height=height, tokens=visual_tokens(width, height))
+
+
+def _draw_video(dataset: Dataset, noise: random.Random) -> TraceVideo:
+    ((frames, width, height, _),) = noise.choices(dataset.videos, [each[-1] for each in dataset.videos])
+    return TraceVideo(frames=frames, width=width, height=height)
+
+
+def _draw_audio(dataset: Dataset, noise: random.Random) -> TraceAudio:
+    return TraceAudio(seconds=_draw_seconds(*dataset.audio, noise))
+
+
+def _with_tokens(clip: Drawn, clip_tokens: ClipMeasure | None) -> Drawn:
+    return clip if clip_tokens is None else msgspec.structs.replace(clip, tokens=clip_tokens(clip))
+
+
+def _draw_seconds(mean: float, spread: float, noise: random.Random) -> float:
+    """Draw a length with this mean and standard deviation."""
+    variance = math.log1p((spread / mean) ** 2)
+    return noise.lognormvariate(math.log(mean) - variance / 2, math.sqrt(variance))
 
 
 def _draw_lognormal(mean: float, spread: float, noise: random.Random) -> int:
     """Draw a count of at least 1; mean and standard deviation hold before rounding."""
-    variance = math.log1p((spread / mean) ** 2)
-    return max(1, round(noise.lognormvariate(math.log(mean) - variance / 2, math.sqrt(variance))))
+    return max(1, round(_draw_seconds(mean, spread, noise)))
 
 
 def resample(trace: Trace, requests: int, *, rate: float | None = None, seed: int = 0, block_s: float = BIN_S) -> Trace:

@@ -25,7 +25,11 @@ from trinity.errors.arguments import (
     show,
 )
 from trinity.errors.files import read_regular_file, unzip, write_file
-from trinity.traces.checks import check_count, check_fields, check_row, read_content
+from trinity.traces.checks import check_row
+from trinity.traces.media import MEDIA_OF, TraceMedia
+from trinity.traces.media import TraceAudio as TraceAudio
+from trinity.traces.media import TraceImage as TraceImage
+from trinity.traces.media import TraceVideo as TraceVideo
 from trinity.traces.packed_rows import PackedRows
 from trinity.traces.read_report import ReadReport
 from trinity.traces.statistics import TraceStatistics, arrival_rate, trace_statistics
@@ -103,28 +107,6 @@ def attainment(requests: Iterable[ServedRequest], slo: SLO, rule: SLORule = "p90
     return sum(met) / len(met)
 
 
-class TraceImage(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
-    """One image of a request; fields are None where unknown.
-
-    - ``width``, ``height`` (pixels).
-    - ``tokens``: rows in the image cache.
-    - ``content``: hash of the content.
-
-    Raises ``TraceError`` for sizes that are not whole numbers of at least 0.
-    """
-
-    width: Count | None = None
-    height: Count | None = None
-    tokens: Count | None = None
-    content: str | None = None
-
-    def __post_init__(self) -> None:
-        for name, value in (("width", self.width), ("height", self.height), ("tokens", self.tokens)):
-            if value is not None and (plain := check_count(f"an image's {name}", value)) is not value:
-                msgspec.structs.force_setattr(self, name, plain)
-        check_fields(self, read_content, "content", optional=True)
-
-
 class TraceRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """One request of a trace; a superset of Mooncake's rows, which load unchanged.
 
@@ -133,6 +115,7 @@ class TraceRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc
     - ``timestamp`` (ms): arrival.
     - ``input_length`` (tokens): the prompt, visual tokens included.
     - ``text_length`` (tokens): its text alone.
+    - ``images``, ``videos``, ``audio``: its media.
     - ``hash_ids``: Mooncake's prefix blocks.
 
     The fields after ``max_tokens`` are set once the request was served:
@@ -151,6 +134,8 @@ class TraceRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc
     output_length: Count
     text_length: Count | None = None
     images: list[TraceImage] = []
+    videos: list[TraceVideo] = []
+    audio: list[TraceAudio] = []
     hash_ids: list[int] = []
     request_id: str = ""
     session: str = ""
@@ -164,7 +149,7 @@ class TraceRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc
     late_s: Number | None = None
 
     def __post_init__(self) -> None:
-        check_row(self, TraceImage)
+        check_row(self, MEDIA_OF)
 
     @property
     def is_cut_short(self) -> bool:
@@ -172,9 +157,19 @@ class TraceRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc
         return bool(self.finish_reason) and self.finish_reason not in COMPLETE
 
     @property
+    def media(self) -> Sequence[TraceMedia]:
+        """All media: images, then videos, then audio clips."""
+        return (*self.images, *self.videos, *self.audio) if self.videos or self.audio else self.images
+
+    @property
+    def clips(self) -> Sequence[TraceVideo | TraceAudio]:
+        """Videos, then audio clips."""
+        return [*self.videos, *self.audio]
+
+    @property
     def visual_tokens(self) -> int:
-        """Visual tokens of all images; an image of unknown size counts as none."""
-        return sum(image.tokens or 0 for image in self.images)
+        """Visual tokens of all media, which are rows of the image cache; a medium of unknown size counts as none."""
+        return sum(each.tokens or 0 for each in self.media)
 
     @property
     def text_tokens(self) -> int:
@@ -192,6 +187,8 @@ class TraceRow(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc
             output_length=self.output_length,
             text_length=self.text_length,
             images=self.images,
+            videos=self.videos,
+            audio=self.audio,
             hash_ids=self.hash_ids,
             request_id=self.request_id,
             session=self.session,
