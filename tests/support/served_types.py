@@ -9,7 +9,6 @@ granite_swa granitemoe granitemoe_swa granitemoeshared helium hunyuan_v1_dense h
 internlm3 iquestcoder jais2 jetmoe kolibri1 laguna lfm2 llama longcat_flash mellum mimo_v2_flash minicpm3
 minimax_m2 minimax_m3_vl_text ministral ministral3 mistral mixtral modernbert-decoder nanochat nemotron olmo
 olmo2 olmo3 olmoe opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe roberta roberta-prelayernorm
-roc_bert seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma whisper xlm-roberta xlm-roberta-xl xmod
-youtu
+roc_bert seed_oss smollm3 solar_open stablelm starcoder2 vaultgemma xlm-roberta xlm-roberta-xl xmod youtu
 """
 SERVED_TYPES = tuple(_NAMES.split())

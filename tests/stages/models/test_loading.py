@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
+from weakref import WeakValueDictionary
 
 import pytest
 import torch
@@ -287,11 +288,25 @@ def test_unknown_types_that_are_refused(model_type: str, fields: dict[str, Any],
         load_model(build(tmp_path, model_type, **fields), "PD", dtype="float32")
 
 
+def test_the_head_of_a_registered_adapter_is_not_gone_past(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Louder(ModelAdapter):
+        def head(self, model: Any, hidden: torch.Tensor) -> torch.Tensor:
+            return super().head(model, hidden) + 1.0
+
+    directory = build(tmp_path, "olmo")
+    load_model(directory, "PD", dtype="float32")
+    monkeypatch.setitem(registry._adapters, "olmo", Louder)
+    monkeypatch.setattr(loader, "_parts", WeakValueDictionary())
+    with pytest.raises(UnsupportedModel, match=r"through a paged cache its logits are [\d.]+ off"):
+        load_model(directory, "PD", dtype="float32")
+
+
 @pytest.mark.parametrize(
     ("model_type", "fields", "why"),
     [
         ("qwen3_next", {}, "linear_attention layers in its text model .* serves full_attention"),
         ("jamba", {}, "linear_attention layers"),
+        ("deepseek_v32", {}, "indexed_attention layers"),
         ("llama", {"rope_parameters": {"rope_type": "longrope", **LONG}}, "'longrope'"),
         ("gemma3_text", {"rope_parameters": {"full_attention": {"rope_type": "longrope", **LONG}}}, "'longrope'"),
     ],

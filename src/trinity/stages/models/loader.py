@@ -108,11 +108,9 @@ def load_model(
 
 
 def _survey(model: LoadedModel) -> LoadedModel:
-    """Have a text model that nobody listed run whole, over a cache of what its layers attend with.
-
-    Raises ``UnsupportedModel`` if its attention cannot be paged.
-    """
-    if model.language is None or model.multimodal or is_known_text(model.adapter):
+    """Have a text model that nobody listed run whole, over what its layers attend with, or raise UnsupportedModel."""
+    listed = type(model.adapter) is not ModelAdapter or is_known_text(model.adapter)  # somebody knows its parts
+    if model.language is None or model.multimodal or listed:
         return model
     found: KvRow | None = getattr(model.language, "trinity_row", None)
     if found is None:
