@@ -304,8 +304,6 @@ def test_the_head_of_a_registered_adapter_is_not_gone_past(tmp_path: Path, monke
 @pytest.mark.parametrize(
     ("model_type", "fields", "why"),
     [
-        ("qwen3_next", {}, "linear_attention layers in its text model .* serves full_attention"),
-        ("jamba", {}, "linear_attention layers"),
         ("deepseek_v32", {}, "indexed_attention layers"),
         ("llama", {"rope_parameters": {"rope_type": "longrope", **LONG}}, "'longrope'"),
         ("gemma3_text", {"rope_parameters": {"full_attention": {"rope_type": "longrope", **LONG}}}, "'longrope'"),
