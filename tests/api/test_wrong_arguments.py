@@ -305,7 +305,7 @@ def test_a_start_with_wrong_values(data: st.DataObject) -> None:
 def test_every_public_class_that_takes_arguments_is_here() -> None:
     """Requests are checked where they are submitted (test_plain_requests.py); results are made by trinity alone."""
     requests, results = (
-        {"Media", "Request", "Sampling", "Structured"},
+        {"Clip", "Media", "Request", "Sampling", "Structured"},
         {"Features", "Goodput", "LoadedStage", "Output", "Plan", "Stream", "Token"},
     )
     public = {name: getattr(trinity, name) for name in trinity.__all__}

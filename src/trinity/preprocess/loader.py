@@ -59,7 +59,7 @@ IMAGE_TEXT: dict[str, ImageText] = {
     "internvl": ImageText(tiles="first axis"),
     "llava": ImageText(),
     "llava_next": ImageText(tiles="grid"),
-    "llava_next_video": ImageText(tiles="grid"),
+    "llava_next_video": ImageText(),
     "llava_onevision": ImageText(tiles="grid"),
     "minicpmv4_6": ImageText(tiles="patches"),
     "qwen2_vl": _QWEN,
