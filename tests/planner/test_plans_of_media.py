@@ -68,8 +68,9 @@ def test_no_replay_exceeds_its_bound(model: Any, placement: str) -> None:
     [MINICPM, pytest.param(OMNI, marks=pytest.mark.slow)],
     ids=lambda model: str(model.name),
 )
-def test_a_mixed_trace_is_planned_for(model: Any) -> None:
-    """With audio whose encoding costs other than its tokens do, the search is on the cores, and says so."""
+def test_a_mixed_trace_is_planned_for(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With audio whose encoding costs other than its tokens do, the search is on the cores, of less, and says so."""
+    monkeypatch.setattr("trinity.planner.hybrid.SHORT", 150)
     search = SearchConfig(seeds=0, least_requests=30)
     plan = HybridPlanner(model, RELAXED, device="A10", instances=2, search=search).plan(trace(model, 200))
     assert plan.met

@@ -184,17 +184,22 @@ def test_a_synthetic_dataset_has_its_parameters(name: str) -> None:
     dataset = traces.DATASETS[name]
     trace = traces.synthesise(name, 4000, visual_tokens=pixels, rate=8, seed=1)
     found = trace.statistics()
-    assert found.image_share == 1
+    assert (found.image_share, found.video_share) == (bool(dataset.sizes), bool(dataset.videos))
     assert found.text_tokens is not None
     assert found.output_tokens is not None
-    assert found.image_tokens is not None
     assert found.text_tokens["mean"] == pytest.approx(dataset.prompt[0], rel=0.05)
     assert found.output_tokens["mean"] == pytest.approx(dataset.output[0], rel=0.05)
     assert np.std([row.output_length for row in trace]) == pytest.approx(dataset.output[1], rel=0.2, abs=0.3)
-    shares = sum(share for _, _, share in dataset.sizes)
-    expected = sum(pixels(width, height) * share for width, height, share in dataset.sizes) / shares
-    assert shares == pytest.approx(1)
-    assert found.image_tokens["mean"] == pytest.approx(expected, rel=0.03)
+    for sizes in filter(None, (dataset.sizes, dataset.videos)):
+        assert sum(each[-1] for each in sizes) == pytest.approx(1)
+    if dataset.sizes:
+        assert found.image_tokens is not None
+        expected = sum(pixels(width, height) * share for width, height, share in dataset.sizes)
+        assert found.image_tokens["mean"] == pytest.approx(expected, rel=0.03)
+    if dataset.videos:
+        assert found.frames is not None
+        expected = sum(frames * share for frames, _, _, share in dataset.videos)
+        assert found.frames["mean"] == pytest.approx(expected, rel=0.03)
     assert all(row.input_length == row.text_tokens + row.visual_tokens for row in trace)
 
 
