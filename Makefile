@@ -26,7 +26,7 @@ $(STAMP): pyproject.toml constraints.txt $(wildcard csrc/CMakeLists.txt csrc/*.?
 	@echo "installing into $(VENV) (torch is large: a minute or several)"
 	@# Python 3.11 brings a pip that does not know dependency groups.
 	@$(PIP) 'pip>=25.1'
-	@$(PIP) -e '.[plan,plot,server,structured,video]' --group dev
+	@$(PIP) -e '.[audio,plan,plot,server,structured,video]' --group dev
 	@# What nixl says it needs is a torch of any version: it would replace ours.
 	@test "$$(uname -sm)" != "Linux x86_64" || $(PIP) --no-deps nixl-cu13
 	@$(PY) -c 'from trinity.memory import native; native.has_extension() or print("no native code:", native.describe())'

@@ -131,8 +131,10 @@ PLAIN_GREEDY: dict[str, Any] = {
 class Media(msgspec.Struct, frozen=True):
     """One media item.
 
-    - ``kind``: "image" or "video"; models without a processor for a kind refuse it.
+    - ``kind``: "image", "video", "audio" or another ``MediaKind``'s name; a model that does not take it refuses it.
     - ``source`` of a video: a ``trinity.Clip``, an array or list of its frames, or a file as an image's may be.
+    - ``source`` of audio: a path, bytes, URI or URL of a wav or flac file, an array [samples] or [channels, samples] of
+      floats at the model's rate, or {"array": ..., "sampling_rate": ...}.
     - ``source`` of an image: a path or file: URL (``MediaLimits.allow_paths``), bytes, a data: URI, a PIL image, an
       http(s) URL (``allow_urls``, ``allowed_hosts``), or an array or torch tensor [H, W, C] or [C, H, W], of bytes or
       what else transformers' processors take. Alpha is dropped, EXIF orientation applied, as its ``load_image`` does.

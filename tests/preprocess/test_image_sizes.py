@@ -202,7 +202,7 @@ def test_the_images_of_a_request_share_its_bytes() -> None:
     processor.limits = MediaLimits(max_processed_bytes=3 * one)
     image = np.zeros((60, 80, 3), np.uint8)
     processor.process(Request("<image>" * 3, images=[image] * 3))
-    with pytest.raises(BadMedia, match=rf"image 4 of 4: needs {one} bytes .* other images {3 * one}; .*is {3 * one}"):
+    with pytest.raises(BadMedia, match=rf"image 4 of 4: needs {one} bytes .* other media {3 * one}; .*is {3 * one}"):
         processor.process(Request("<image>" * 4, images=[image] * 4))
     processor.close()
 

@@ -22,12 +22,12 @@ from trinity.preprocess.model_types import PROVEN, check_config, explain_how_to_
 from trinity.preprocess.processor import RequestProcessor
 from trinity.stages.models import ModelAdapter, find_adapter, known_models, load_model, register_adapter, registry
 from trinity.stages.proof import prove
-from trinity.testing.checkpoints import VIDEO_ARCHITECTURES
+from trinity.testing.checkpoints import AUDIO_ARCHITECTURES, VIDEO_ARCHITECTURES
 
 # Of each kind: an inner text model, a flat config with parts, an outer name for one text model, audio.
 UNPROVEN = """
 aya_vision chameleon evolla florence2 fuyu gemma3n git glm4v idefics idefics2 kyutai_speech_to_text llama4
-mistral3 mistral4 mllama moshi musicgen paligemma phi4_multimodal pi0 qwen2_5_omni qwen2_audio
+mistral3 mistral4 mllama moshi musicgen paligemma phi4_multimodal pi0 qwen2_5_omni voxtral
 qwen3_5 qwen3_vl_moe video_llava vipllava
 """
 TEXT = "llama mistral qwen2 qwen3_moe gpt_oss gemma3_text olmo2 phi3 gpt2 ministral deepseek_v3 starcoder2"
@@ -98,7 +98,7 @@ def test_the_refusal_comes_before_anything_else_is_read(
     configs()[name].save_pretrained(tmp_path)
     monkeypatch.setattr(loader, "load_processor", lambda *_: pytest.fail("the processor was loaded"))
     for load in (RequestProcessor, lambda where: load_model(where, "PD")):
-        with pytest.raises(UnsupportedModel, match=rf"multimodal '{name}'.*supported are gemma3, .*register"):
+        with pytest.raises(UnsupportedModel, match=rf"multimodal '{name}'.*supported are audioflamingo3, .*register"):
             load(tmp_path)
 
 
@@ -145,17 +145,19 @@ def test_fields_that_say_nothing_refuse_nothing(fields: dict[str, Any], tmp_path
 # ---------------------------------------------------------------- known types vouch for what they were proven with
 
 
-@pytest.mark.parametrize("name", [*MULTIMODAL, *VIDEO_ARCHITECTURES])
+@pytest.mark.parametrize("name", [*MULTIMODAL, *VIDEO_ARCHITECTURES, *AUDIO_ARCHITECTURES])
 def test_proven_parts_are_those_that_the_tests_compare(name: str) -> None:
     from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(checkpoint(name))
-    assert PROVEN[name] == model_types.ProvenParts(config.vision_config.model_type, config.text_config.model_type)
+    towers = [getattr(getattr(config, f"{sense}_config", None), "model_type", None) for sense in ("vision", "audio")]
+    assert PROVEN[name] == model_types.ProvenParts(towers[0], config.text_config.model_type, towers[1])
 
 
 def test_what_is_proven_has_an_adapter_and_is_what_the_hint_lists() -> None:
-    compared = {*MULTIMODAL, *VIDEO_ARCHITECTURES}
-    assert set(PROVEN) == compared == set(loader.IMAGE_TEXT) == set(registry._adapters) - {"llama", "mistral"}
+    images, thinkers = {*MULTIMODAL, *VIDEO_ARCHITECTURES}, {"qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"}
+    assert set(PROVEN) == {*images, *AUDIO_ARCHITECTURES} == set(registry._adapters) - {"llama", "mistral"}
+    assert images | thinkers == set(loader.IMAGE_TEXT)
     assert ", ".join(sorted(PROVEN)) + ", and text-only" in explain_how_to_add()
     assert served_types() == sorted(PROVEN)
     assert "mistral3" not in explain_how_to_add()

@@ -39,6 +39,7 @@ from trinity.pipeline.views import describe_pipeline, instance_table
 from trinity.placement import Placement
 from trinity.planner import Plan
 from trinity.preprocess.media_limits import MediaLimits
+from trinity.preprocess.own_processor import GivenProcessor
 from trinity.preprocess.processor import RequestProcessor
 from trinity.remote import attached_instances, supervisor
 from trinity.request import Output, Request
@@ -73,6 +74,7 @@ class Pipeline(PlacementChanges, Resumable):
     - ``cache`` (None): ``CacheConfig``, block sizes, and pools or memory of every instance that sets none itself.
     - ``dtype`` ("auto"), ``device`` ("cpu"): of weights and caches; "auto" is the checkpoint's own dtype.
     - ``limits`` (None): ``MediaLimits``, the largest images, prompts and counts that a request may have.
+    - ``processor`` (None): a processor of your own in place of the checkpoint's, an ``OwnProcessor`` or its directory.
     - ``ignore_generation_config`` (none): fields of the checkpoint's generation config not to follow; True for all.
     - ``max_waiting`` (requests, 1024), ``max_waiting_bytes`` (4 GiB, of pixels): more waiting is ``Overloaded``.
     - ``spread`` (count, a plan's or 1): instances with E that may encode a request's images at once, while idle.
@@ -109,6 +111,7 @@ class Pipeline(PlacementChanges, Resumable):
         dtype: DtypeName = "auto",
         device: DeviceName = "cpu",
         limits: MediaLimits | None = None,
+        processor: GivenProcessor | None = None,
         ignore_generation_config: Sequence[str] | bool = (),
         max_waiting: Whole = 1024,
         max_waiting_bytes: Whole = MAX_WAITING_BYTES,
@@ -128,7 +131,7 @@ class Pipeline(PlacementChanges, Resumable):
         self.instances = name_instances(make_instances(placement, options, limited=bool(rules or budgets)))
         (rules, routing), spread = choose_rules_and_routing(placement, rules, routing), choose_spread(placement, spread)
         self.placement = Placement.of(each.group for each in self.instances)
-        self.slo, self.routing, self._processing = slo, routing, (limits, ignore_generation_config, spread)
+        self.slo, self.routing, self._processing = slo, routing, (limits, ignore_generation_config, spread, processor)
         self.hosting = supervisor.check_hosting(hosting, self.instances, processes)
         self.connector, self._options = make_connector(connector, verify, hosting), options
         self._process_config, self._secret = processes, supervisor.resolve_secret(self.instances, processes.secret)

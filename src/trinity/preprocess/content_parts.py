@@ -112,6 +112,8 @@ def _find_source(kind: str, keys: Sequence[str], part: Mapping[str, Any]) -> Any
 
 
 def _read_value(key: str, value: Any) -> Any:
+    if isinstance(value, Mapping) and "array" in value:  # a data set's {"array": ..., "sampling_rate": ...}
+        return value
     if isinstance(value, Mapping):  # OpenAI's {"url": ...} and {"data": ..., "format": ...}
         value = value["url"] if "url" in value else _data_uri(value.get("data"))
         if not isinstance(value, str):

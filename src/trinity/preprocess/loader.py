@@ -21,6 +21,7 @@ from trinity.errors.arguments import show
 from trinity.preprocess.checkpoint import read_config, read_json
 from trinity.preprocess.media_kinds import ModelFiles, Placeholder, kind_names, list_kinds
 from trinity.preprocess.model_types import check_config, explain_how_to_add
+from trinity.preprocess.own_processor import GivenProcessor, adopt_processor, check_processor
 from trinity.preprocess.placeholder_runs import RunTokenizer
 from trinity.preprocess.video_processors import load_video_processor
 
@@ -63,7 +64,9 @@ IMAGE_TEXT: dict[str, ImageText] = {
     "llava_onevision": ImageText(tiles="grid"),
     "minicpmv4_6": ImageText(tiles="patches"),
     "qwen2_vl": _QWEN,
+    "qwen2_5_omni_thinker": ImageText(marker="<|vision_bos|>{token}<|vision_eos|>"),
     "qwen2_5_vl": _QWEN,
+    "qwen3_omni_moe_thinker": _QWEN,
     "qwen3_vl": _QWEN,
     "smolvlm": ImageText(tiles="second axis"),
     "video_llama_3": ImageText(),
@@ -131,11 +134,16 @@ class LoadedProcessor(msgspec.Struct, frozen=True):
     video_tail: int = 0
 
 
-def load_tokenizer_and_processor(model_dir: Path, ignore: Collection[str] | bool = ()) -> LoadedProcessor:
+def load_tokenizer_and_processor(
+    model_dir: Path, ignore: Collection[str] | bool = (), own: GivenProcessor | None = None
+) -> LoadedProcessor:
     """Load what ``RequestProcessor`` needs from a model directory. Raises ``ConfigError``, ``UnsupportedModel``.
 
-    ``ignore`` (()): fields of the generation config that are not followed; True for all of them.
+    ``ignore`` (()): fields of the generation config that are not followed; True for all of them. ``own`` (None): a
+    processor in place of the checkpoint's, whose tokenizer stays.
     """
+    if own is not None:
+        check_processor(own)
     config = read_config(model_dir)
     facts = check_config(config, model_dir)
     with _explain_failure(f"the tokenizer in {str(model_dir)!r} cannot be loaded", ConfigError):
@@ -148,7 +156,11 @@ def load_tokenizer_and_processor(model_dir: Path, ignore: Collection[str] | bool
     media_ids = _media_ids(config) if facts is None else frozenset([facts.image_token_id])
     with _explain_failure(f"the processor of model type {config.model_type!r} cannot be loaded", UnsupportedModel):
         run_tokenizer = RunTokenizer(tokenizer, sorted(media_ids))
-        processor = load_processor(model_dir, config, record_texts(tokenizer, last_call))
+        recording = record_texts(tokenizer, last_call)
+        if own is None or isinstance(own, (str, Path)):
+            processor = load_processor(Path(own or model_dir), config, recording)
+        else:
+            processor = adopt_processor(own, recording)
     eos_ids = _eos_ids(model_dir, config, tokenizer, ignore)
     special_ids = {each.content: number for number, each in tokenizer.added_tokens_decoder.items() if each.special}
     if processor is None:
@@ -224,13 +236,7 @@ def load_processor(model_dir: Path, config: Any, tokenizer: Any) -> Any:
     processor_class = _processor_class(model_dir, config)
     if processor_class is None:
         return None
-    # Not from the package root: some releases hide the class there unless torchvision is installed.
-    from transformers.models.auto.image_processing_auto import AutoImageProcessor
-
-    load_images: Any = AutoImageProcessor.from_pretrained
-    images = load_images(model_dir, backend="pil", local_files_only=True, trust_remote_code=False)
-    videos = load_video_processor(model_dir, config) if config.model_type in VIDEO_TEXT else None
-    parts = {"image_processor": images, "tokenizer": tokenizer, "video_processor": videos or NoVideo(images)}
+    parts = {"tokenizer": tokenizer, **_load_media_parts(model_dir, config, processor_class.get_attributes())}
     settings, _ = processor_class.get_processor_dict(str(model_dir), local_files_only=True)
     settings["chat_template"] = settings.get("chat_template") or tokenizer.chat_template
     wanted = [
@@ -247,6 +253,24 @@ def _load_part(name: str, model_dir: Path) -> Any:
     kind: Any = AutoTokenizer if name.endswith("tokenizer") else AutoFeatureExtractor
     place = model_dir / name if kind is AutoTokenizer else model_dir
     return kind.from_pretrained(place, local_files_only=True, trust_remote_code=False)
+
+
+def _load_media_parts(model_dir: Path, config: Any, names: Collection[str]) -> dict[str, Any]:
+    """Load the parts of a processor that read media, those of ``names``."""
+    # Not from the package root: some releases hide the class there unless torchvision is installed.
+    from transformers import AutoFeatureExtractor
+    from transformers.models.auto.image_processing_auto import AutoImageProcessor
+
+    load_images: Any = AutoImageProcessor.from_pretrained
+    load_audio: Any = AutoFeatureExtractor.from_pretrained
+    parts = {}
+    if "image_processor" in names:
+        parts["image_processor"] = load_images(model_dir, backend="pil", local_files_only=True, trust_remote_code=False)
+        videos = load_video_processor(model_dir, config) if config.model_type in VIDEO_TEXT else None
+        parts["video_processor"] = videos or NoVideo(parts["image_processor"])
+    for name in {"feature_extractor", "audio_processor"}.intersection(names):
+        parts[name] = load_audio(model_dir, local_files_only=True, trust_remote_code=False)
+    return parts
 
 
 def _processor_class(model_dir: Path, config: Any) -> Any:

@@ -18,13 +18,14 @@ from trinity.preprocess.loader import LoadedProcessor
 from trinity.preprocess.media import image_digest, size_of
 from trinity.preprocess.media_kinds import MediaItem
 from trinity.preprocess.media_limits import Estimate, MediaLimits, MediaProblem
+from trinity.preprocess.own_processor import name_class
 
 if TYPE_CHECKING:
     from PIL import Image
 
     from trinity.preprocess.media import Picture
 
-_TEXT_KEYS = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets"}
+TEXT_KEYS = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets"}
 _POSITION_KEYS = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
 _SIDES = (28, 56, 84, 112, 168, 224, 336, 448, 672, 896, 1344, 1792)  # of synthetic images, in pixels
 _DEFAULT_SIDE = 336
@@ -93,7 +94,7 @@ class ItemReader:
         """Run the processor on the images of one prompt, as a chat gives them: its text, ids and encoder inputs."""
         token = self._loaded.placeholders["image"].token
         output = dict(self._loaded.processor(images=[list(images)], text=token * len(images), return_tensors="pt"))
-        inputs = {name: value for name, value in output.items() if name not in _TEXT_KEYS}
+        inputs = {name: value for name, value in output.items() if name not in TEXT_KEYS}
         return self._loaded.last_call.text, output["input_ids"][0].tolist(), inputs
 
     def _call_in_company(self, image: Picture, company: int) -> _Made:
@@ -180,7 +181,14 @@ def _fingerprint(processor: Any) -> str:
 
     images = processor.image_processor
     plain = {name: value for name, value in vars(processor).items() if isinstance(value, (str, int, float, bool))}
-    parts = [type(images).__name__, images.to_dict(), plain, transformers.__version__, PIL.__version__]
+    parts = [
+        name_class(processor),
+        type(images).__name__,
+        images.to_dict(),
+        plain,
+        transformers.__version__,
+        PIL.__version__,
+    ]
     return hashlib.blake2b(json.dumps(parts, sort_keys=True, default=str).encode(), digest_size=8).hexdigest()
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 KIND_ENTRY_POINTS = "trinity.media_kinds"
 OWN_KEYS = ("url", "path", "base64")
-_BUILT_IN = {"image": "image_kind:ImageKind", "video": "video_kind:VideoKind"}
+_BUILT_IN = {"image": "image_kind:ImageKind", "video": "video_kind:VideoKind", "audio": "audio_kind:AudioKind"}
 _FIRST = ("image", "video", "audio")  # in the order of transformers' token type ids, which begin at 1
 
 

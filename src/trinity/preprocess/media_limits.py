@@ -25,6 +25,12 @@ class MediaLimits(msgspec.Struct, frozen=True, kw_only=True):
       (``PIL.Image.MAX_IMAGE_PIXELS``, 89 million) holds as well.
     - ``max_images`` (images, 64): number of images in one request.
     - ``max_image_bytes`` (bytes, 64 MiB): size of each image before it is decoded.
+    - ``max_audios`` (clips, 16): number of audio clips in one request.
+    - ``max_audio_bytes`` (bytes, 64 MiB): size of each clip's file before it is decoded.
+    - ``max_audio_s`` (seconds, 1800): length of each clip.
+    - ``max_audio_samples`` (samples, 160 million): of each clip, on all of its channels together: half an hour of
+      stereo at 44.1 kHz.
+    - ``max_audio_channels`` (channels, 8), ``max_sampling_rate`` (samples per second, 384 000): of each clip.
     - ``max_processed_pixels`` (pixels, 32 million): what the model's processor makes of each image: resized, padded,
       cut into tiles. Known from the image's header, before it is decoded.
     - ``max_processed_bytes`` (bytes, 4 GiB): what it makes of all images of one request, as numbers of 4 bytes.
@@ -56,6 +62,12 @@ class MediaLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_pixels: Whole = 64_000_000
     max_images: Count = 64
     max_image_bytes: Whole = 64 << 20
+    max_audios: Count = 16
+    max_audio_bytes: Whole = 64 << 20
+    max_audio_s: Positive = 1800.0
+    max_audio_samples: Whole = 160_000_000
+    max_audio_channels: Count = 8
+    max_sampling_rate: Whole = 384_000
     max_processed_pixels: Whole = 32_000_000
     max_processed_bytes: Whole = 4 << 30
     max_videos: Count = 8
@@ -128,14 +140,14 @@ class MediaBudget:
             )
         if held > limits.max_processed_bytes:
             raise MediaProblem(
-                f"needs {estimate.bytes} bytes in the model's processor, and the request's other images {self._bytes}; "
-                f"the limit max_processed_bytes is {limits.max_processed_bytes}: give fewer or smaller images"
+                f"needs {estimate.bytes} bytes in the model's processor, and the request's other media {self._bytes}; "
+                f"the limit max_processed_bytes is {limits.max_processed_bytes}: give less or smaller media"
             )
         tokens = self._tokens + (estimate.tokens or 0)
         if tokens > self._prompt_limit:
             raise TooManyTokens(
-                f"the request's images have at least {tokens} tokens, and a prompt may have {self._prompt_limit}; give "
-                "fewer or smaller images"
+                f"the request's media have at least {tokens} tokens, and a prompt may have {self._prompt_limit}; give "
+                "fewer or smaller images, or shorter clips"
             )
 
     def charge(self, estimate: Estimate) -> None:
@@ -151,7 +163,7 @@ class MediaBudget:
         most = self._limits.preprocess_timeout_s
         if self._seconds > most:
             raise MediaProblem(
-                f"comes too late: images of this request took {self._seconds:.1f} s, and preprocess_timeout_s is "
+                f"comes too late: media of this request took {self._seconds:.1f} s, and preprocess_timeout_s is "
                 f"{most:g}; give fewer or smaller images"
             )
         began = time.perf_counter()

@@ -26,15 +26,27 @@ _MEDIA_WORDS = re.compile(
 class ProvenParts(msgspec.Struct, frozen=True):
     """Parts with which the tests compare a multimodal type with ``generate()``, by their own ``model_type``.
 
-    - ``tower``: vision tower; any other is refused, since no check at load shows an image.
+    - ``tower``: vision tower; any other is refused, since no check at load shows an image. None: it has none.
     - ``text``: text model; any other passes the self-check at load, or is refused there.
+    - ``audio`` (None): audio tower, as ``tower``.
     """
 
-    tower: str
+    tower: str | None
     text: str
+    audio: str | None = None
 
 
 PROVEN: dict[str, ProvenParts] = {
+    "audioflamingo3": ProvenParts(None, "qwen2", "audioflamingo3_encoder"),
+    "glmasr": ProvenParts(None, "llama", "glmasr_encoder"),
+    "qwen2_5_omni_thinker": ProvenParts(
+        "qwen2_5_omni_vision_encoder", "qwen2_5_omni_text", "qwen2_5_omni_audio_encoder"
+    ),
+    "qwen3_omni_moe_thinker": ProvenParts(
+        "qwen3_omni_moe_vision_encoder", "qwen3_omni_moe_text", "qwen3_omni_moe_audio_encoder"
+    ),
+    "qwen2_audio": ProvenParts(None, "qwen2", "qwen2_audio_encoder"),
+    "qwen3_asr": ProvenParts(None, "qwen3", "qwen3_asr_encoder"),
     "gemma3": ProvenParts("siglip_vision_model", "gemma3_text"),
     "idefics3": ProvenParts("idefics3_vision", "llama"),
     "internvl": ProvenParts("internvl_vision", "qwen2"),
@@ -84,8 +96,11 @@ def check_config(config: Any, directory: Path | None = None) -> MediaFacts | Non
     if kind in registered or kind in _named_by_packages():
         return None
     if kind in PROVEN:
-        tower = getattr(getattr(config, "vision_config", None), "model_type", None)
-        return None if tower == PROVEN[kind].tower else _prove_tower(kind, tower, directory)
+        for sense, wanted in (("vision", PROVEN[kind].tower), ("audio", PROVEN[kind].audio)):
+            tower = getattr(getattr(config, f"{sense}_config", None), "model_type", None)
+            if tower != wanted:
+                return _prove_tower(kind, sense, wanted, tower, directory)
+        return None
     found = media_fields(config)
     if kind in _multimodal_types() and directory is not None and has_weights(directory):
         return require_facts(directory, kind)
@@ -97,22 +112,26 @@ def check_config(config: Any, directory: Path | None = None) -> MediaFacts | Non
     return None
 
 
-def _prove_tower(kind: str, tower: str | None, directory: Path | None) -> MediaFacts:
-    problem = "which no check without weights can prove"
-    if directory is not None and has_weights(directory):
+def _prove_tower(kind: str, sense: str, wanted: str | None, tower: str | None, directory: Path | None) -> MediaFacts:
+    problem = "which no check at load can prove"
+    if sense == "vision" and directory is not None and has_weights(directory):
         try:
             return require_facts(directory, kind)
         except UnsupportedModel as error:
             problem = f"with which it is not exact: {error}"
     raise UnsupportedModel(
-        f"{kind!r} is proven with a vision tower of type {PROVEN[kind].tower!r}, and this checkpoint has {tower!r}, "
-        f"{problem}. Compare it with generate(), then call trinity.stages.models.register_adapter({kind!r}, ...)"
+        f"{kind!r} is proven with {_a_tower(sense, wanted)}, and this checkpoint has {tower!r}, {problem}. Compare it "
+        f"with generate(), then call trinity.stages.models.register_adapter({kind!r}, ...)"
     )
 
 
 def is_multimodal(config: Any) -> bool:
     """Tell if transformers lists a config's type as multimodal."""
     return str(config.model_type) in _multimodal_types()
+
+
+def _a_tower(sense: str, wanted: str | None) -> str:
+    return f"no {sense} tower" if wanted is None else f"a{'n' * (sense == 'audio')} {sense} tower of type {wanted!r}"
 
 
 def media_fields(config: Any) -> list[str]:

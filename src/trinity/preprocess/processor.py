@@ -25,10 +25,11 @@ from trinity.preprocess.generation_config import (
     load_generation_defaults,
     resolve_sampling,
 )
-from trinity.preprocess.loader import LoadedProcessor, load_tokenizer_and_processor
+from trinity.preprocess.loader import load_tokenizer_and_processor
 from trinity.preprocess.media_items import add_salt
 from trinity.preprocess.media_kinds import MediaItem, list_kinds
 from trinity.preprocess.media_limits import MediaBudget, MediaLimits, MediaProblem, TooManyTokens
+from trinity.preprocess.own_processor import GivenProcessor
 from trinity.preprocess.prompt import PromptText, order_media
 from trinity.preprocess.prompt_problem import PromptProblem
 from trinity.preprocess.prompt_reader import PromptReader
@@ -86,6 +87,7 @@ class RequestProcessor:
     - ``threads`` (threads, 2): requests or images that are processed at a time.
     - ``ignore_generation_config`` (()): fields of the generation config that are not followed; True: all.
     - ``strips`` (1): items that an image becomes at most, where its tiles are encoded each by itself.
+    - ``processor`` (None): an ``OwnProcessor``, or the directory of one, in place of the checkpoint's.
 
     Attributes:
 
@@ -113,15 +115,15 @@ class RequestProcessor:
         threads: int = 2,
         ignore_generation_config: Collection[str] | bool = (),
         strips: int = 1,
+        processor: GivenProcessor | None = None,
     ) -> None:
         self.limits, self.strips = limits or MediaLimits(), strips
-        self._loaded: LoadedProcessor = load_tokenizer_and_processor(Path(model_dir), ignore_generation_config)
+        self._loaded = load_tokenizer_and_processor(Path(model_dir), ignore_generation_config, processor)
         self._kinds = [kind for kind in list_kinds() if kind.name in self._loaded.placeholders]
         self._readers = {kind.name: kind.open_reader(self._loaded, self.limits) for kind in self._kinds}
         self._fetcher = UrlFetcher(self.limits)
         self.sampling_door = SamplingDoor(Path(model_dir))
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="trinity-processor")
-        self._closed = False
+        self._pool, self._closed = ThreadPoolExecutor(threads, thread_name_prefix="trinity-processor"), False
         config = self._loaded.config
         self.model_type: str = config.model_type
         self.context_length: int = _context_length(config, self._loaded.tokenizer)

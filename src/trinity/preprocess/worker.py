@@ -25,6 +25,7 @@ import msgspec
 from trinity.errors import ConfigError, RequestError, describe_error
 from trinity.preprocess import loader, model_types
 from trinity.preprocess.media_limits import MediaLimits
+from trinity.preprocess.own_processor import GivenProcessor, pack_processor
 from trinity.preprocess.processor import ProcessedRequest, RequestProcessor
 
 PICKLE = 5  # protocol
@@ -38,7 +39,7 @@ class WorkerSetup(msgspec.Struct, frozen=True):
     - ``model_type``: the model's; ``markup`` is its entry in ``IMAGE_TEXT`` (None: it has none), and ``registered``
       whether the parent's program registered an adapter for it.
     - ``fingerprint``: of the parent's own processor.
-    - ``strips``: its argument of that name.
+    - ``strips``: its argument of that name. ``own``: its ``processor``, pickled.
     """
 
     model_dir: str
@@ -49,14 +50,17 @@ class WorkerSetup(msgspec.Struct, frozen=True):
     registered: bool
     fingerprint: str
     strips: int
+    own: bytes
 
     @staticmethod
-    def of(processor: RequestProcessor, model_dir: str, ignore: Collection[str] | bool) -> WorkerSetup:
+    def of(
+        processor: RequestProcessor, model_dir: str, ignore: Collection[str] | bool, own: GivenProcessor | None = None
+    ) -> WorkerSetup:
         """Describe the parent's processor."""
         kind = processor.model_type
         markup, registered = loader.IMAGE_TEXT.get(kind), kind in model_types.registered
-        own = (processor_fingerprint(processor), processor.strips)
-        return WorkerSetup(model_dir, processor.limits, ignore, kind, markup, registered, *own)
+        rest = (processor_fingerprint(processor), processor.strips, pack_processor(own))
+        return WorkerSetup(model_dir, processor.limits, ignore, kind, markup, registered, *rest)
 
 
 def processor_fingerprint(processor: RequestProcessor) -> str:
@@ -126,6 +130,7 @@ def _load(connection: Connection, name: str, setup: WorkerSetup) -> RequestProce
         else:
             loader.IMAGE_TEXT.pop(setup.model_type, None)
         given = {"limits": setup.limits, "ignore_generation_config": setup.ignore, "strips": setup.strips}
+        given["processor"] = pickle.loads(setup.own)
         processor = RequestProcessor(setup.model_dir, **given)  # type: ignore[arg-type]
         _compare(processor, setup)
     except BaseException as error:

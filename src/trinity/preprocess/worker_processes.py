@@ -24,6 +24,7 @@ import msgspec
 from trinity import errors
 from trinity.errors import ClosedError, ConfigError, RequestError
 from trinity.preprocess.media_limits import MediaBudget, MediaLimits, MediaProblem, TooManyTokens
+from trinity.preprocess.own_processor import GivenProcessor
 from trinity.preprocess.processor import ProcessedRequest, RequestProcessor
 from trinity.preprocess.worker import PICKLE, WorkerAnswer, WorkerSetup
 from trinity.request import Media, Request, check_request
@@ -212,10 +213,17 @@ class KillableProcessor(RequestProcessor):
         limits: MediaLimits,
         ignore_generation_config: Collection[str] | bool = (),
         strips: int = 1,
+        processor: GivenProcessor | None = None,
     ) -> None:
-        own = {"threads": limits.processes, "strips": strips}
-        super().__init__(model_dir, limits=limits, ignore_generation_config=ignore_generation_config, **own)
-        setup = WorkerSetup.of(self, str(Path(model_dir).absolute()), ignore_generation_config)
+        super().__init__(
+            model_dir,
+            limits=limits,
+            threads=limits.processes,
+            ignore_generation_config=ignore_generation_config,
+            strips=strips,
+            processor=processor,
+        )
+        setup = WorkerSetup.of(self, str(Path(model_dir).absolute()), ignore_generation_config, processor)
         self._workers = [WorkerProcess(setup) for _ in range(limits.processes)]
         self._restarts = ThreadPoolExecutor(limits.processes, thread_name_prefix="trinity-worker-start")
         self._idle: SimpleQueue[WorkerProcess] = SimpleQueue()

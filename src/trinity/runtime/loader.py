@@ -30,6 +30,7 @@ from trinity.memory.devices import ENCODE_BYTES, use_device
 from trinity.memory.freed_memory import release_freed_memory
 from trinity.preprocess.checkpoint import check_directory
 from trinity.preprocess.media_limits import MediaLimits
+from trinity.preprocess.own_processor import GivenProcessor
 from trinity.preprocess.processor import RequestProcessor
 from trinity.preprocess.worker_processes import KillableProcessor
 from trinity.runtime.host import InstanceHost, LoadedInstance, Network, build_instance
@@ -122,16 +123,18 @@ def make_processor(
     limits: MediaLimits | None = None,
     ignore: Collection[str] | bool = (),
     strips: int = 1,
+    own: GivenProcessor | None = None,
     *,
     here: bool = True,
 ) -> RequestProcessor:
     """Make the model's request processor; ``here``: its instances are in this process. Blocks: run it on a thread."""
     if isinstance(model, EmulatedModel):
         return EmulatedProcessor(model, limits=limits, strips=strips)
+    given: dict[str, Any] = {"ignore_generation_config": ignore, "strips": strips, "processor": own}
     if limits is not None and limits.processes:
-        made: RequestProcessor = KillableProcessor(model, limits=limits, ignore_generation_config=ignore, strips=strips)
+        made: RequestProcessor = KillableProcessor(model, limits=limits, **given)
     else:
-        made = RequestProcessor(model, limits=limits, ignore_generation_config=ignore, strips=strips)
+        made = RequestProcessor(model, limits=limits, **given)
     made.sampling_door.registered = here
     return made
 

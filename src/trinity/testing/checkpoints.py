@@ -33,19 +33,29 @@ ARCHITECTURES: tuple[str, ...] = (
 )
 VIDEO_ARCHITECTURES: tuple[str, ...] = ("llava_next_video", "video_llama_3")
 """Further types, which the tests of videos serve with images and videos."""
+AUDIO_ARCHITECTURES: tuple[str, ...] = (
+    "qwen2_audio",
+    "audioflamingo3",
+    "glmasr",
+    "qwen3_asr",
+    "qwen2_5_omni_thinker",
+    "qwen3_omni_moe_thinker",
+)
+"""Further types, which the tests of audio serve with clips."""
 MIDSIZE_CHECKPOINTS: tuple[str, ...] = ("llava-110m", "llava-500m", "llama-512x8")
 
 
 def build_checkpoint(name: str, directory: Path, *, seed: int = 0) -> Path:
     """Write the tiny checkpoint ``name``, about 1 MB in float32, into ``directory``.
 
-    ``name``: one of ``ARCHITECTURES`` or ``VIDEO_ARCHITECTURES``.
+    ``name``: one of ``ARCHITECTURES``, ``VIDEO_ARCHITECTURES`` or ``AUDIO_ARCHITECTURES``.
 
     It holds safetensors, config, tokenizer, chat template and, for multimodal ones, the image processor's files, all in
     transformers' own layout. The same seed gives the same weights. Raises ``UnknownName``.
     """
-    if name not in (*ARCHITECTURES, *VIDEO_ARCHITECTURES):
-        raise UnknownName("tiny checkpoint", name, (*ARCHITECTURES, *VIDEO_ARCHITECTURES))
+    known = (*ARCHITECTURES, *VIDEO_ARCHITECTURES, *AUDIO_ARCHITECTURES)
+    if name not in known:
+        raise UnknownName("tiny checkpoint", name, known)
     return write_checkpoint(_recipe(name), Path(directory), seed)
 
 
@@ -62,11 +72,12 @@ def build_midsize(name: str, directory: Path, *, seed: int = 0) -> Path:
 
 
 def _recipe(name: str) -> Recipe:
+    from trinity.testing import checkpoints_audio, checkpoints_qwen, checkpoints_recipes, checkpoints_tiles
     from trinity.testing import checkpoints_llava as llava
-    from trinity.testing import checkpoints_qwen, checkpoints_recipes, checkpoints_tiles, checkpoints_video
+    from trinity.testing import checkpoints_video as video
 
     function = name.replace("-", "_")
-    for module in (checkpoints_recipes, llava, checkpoints_qwen, checkpoints_tiles, checkpoints_video):
+    for module in (checkpoints_recipes, llava, checkpoints_qwen, checkpoints_tiles, video, checkpoints_audio):
         if hasattr(module, function):
             recipe: Recipe = getattr(module, function)()
             return recipe

@@ -27,7 +27,7 @@ def qwen2_vl() -> Recipe:
         **_ids(tokenizer),
     )
     fields, videos = _fields("Qwen2VLProcessor"), _videos(14)
-    return Recipe(config, Qwen2VLForConditionalGeneration, tokenizer, _images(14), fields, videos=videos)
+    return Recipe(config, Qwen2VLForConditionalGeneration, tokenizer, make_patched_images(14), fields, videos=videos)
 
 
 def qwen2_5_vl() -> Recipe:
@@ -49,7 +49,9 @@ def qwen2_5_vl() -> Recipe:
         **_ids(tokenizer),
     )
     fields = _fields("Qwen2_5_VLProcessor")
-    return Recipe(config, Qwen2_5_VLForConditionalGeneration, tokenizer, _images(14), fields, videos=_videos(14))
+    return Recipe(
+        config, Qwen2_5_VLForConditionalGeneration, tokenizer, make_patched_images(14), fields, videos=_videos(14)
+    )
 
 
 def qwen3_vl() -> Recipe:
@@ -74,7 +76,7 @@ def qwen3_vl() -> Recipe:
         **_ids(tokenizer),
     )
     fields, videos = _fields("Qwen3VLProcessor"), _videos(16, name="Qwen3VLVideoProcessor")
-    return Recipe(config, Qwen3VLForConditionalGeneration, tokenizer, _images(16), fields, videos=videos)
+    return Recipe(config, Qwen3VLForConditionalGeneration, tokenizer, make_patched_images(16), fields, videos=videos)
 
 
 def _rope(sections: list[int]) -> dict[str, Any]:
@@ -90,7 +92,8 @@ def _fields(name: str) -> dict[str, Any]:
     return {"processor_class": name}
 
 
-def _images(patch: int) -> Any:
+def make_patched_images(patch: int) -> Any:
+    """Make an image processor of Qwen-VL, for small images of patches of so many pixels."""
     from transformers import Qwen2VLImageProcessorPil
 
     token = (2 * patch) ** 2  # pixels of one visual token

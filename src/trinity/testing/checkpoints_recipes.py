@@ -43,11 +43,14 @@ class Recipe:
     embedding_std: float = 0.5
     raised: dict[str, float] = field(default_factory=dict)
     videos: dict[str, Any] | None = None
+    feature_extractor: Any = None
 
     def save_processor(self, directory: Path) -> None:
         self.tokenizer.save_pretrained(directory)
         if self.image_processor is not None:
             self.image_processor.save_pretrained(directory)
+        if self.feature_extractor is not None:
+            self.feature_extractor.save_pretrained(directory)
         for name, fields in (("processor", self.processor), ("video_preprocessor", self.videos)):
             if fields is not None:
                 (directory / f"{name}_config.json").write_text(json.dumps(fields, indent=2) + "\n")

@@ -63,7 +63,9 @@ def _prepend(backend: Any, bos: str) -> None:
     )
 
 
-def chat_template(*, start: str = "", role: str, end: str, image: str = "", video: str = "", answer: str) -> str:
+def chat_template(
+    *, start: str = "", role: str, end: str, image: str = "", video: str = "", audio: str = "", answer: str
+) -> str:
     """Build a jinja chat template: ``start``, then per message ``role`` (may use message['role']), parts, ``end``."""
     parts = (
         "{% if message['content'] is string %}{{ message['content'] }}{% else %}"
@@ -72,6 +74,7 @@ def chat_template(*, start: str = "", role: str, end: str, image: str = "", vide
         + image
         + "{% elif part['type'] == 'video' %}"
         + video
+        + (audio and "{% elif part['type'] == 'audio' %}" + audio)
         + "{% elif part['type'] == 'text' %}{{ part['text'] }}{% endif %}"
         "{% endfor %}{% endif %}"
     )

@@ -6,6 +6,7 @@ for a chat, and for raw text one call of the processor, with all images of the p
 
 from __future__ import annotations
 
+import base64
 import copy
 import inspect
 import io
@@ -58,7 +59,10 @@ class Oracle:
         import transformers
 
         multimodal = self._loaded.processor is not None
-        auto = transformers.AutoModelForImageTextToText if multimodal else transformers.AutoModelForCausalLM
+        auto: Any = transformers.AutoModelForImageTextToText if multimodal else transformers.AutoModelForCausalLM
+        if "audio" in self._loaded.placeholders:  # several lists have some of these types: the checkpoint's own class
+            (named,) = self._loaded.config.architectures
+            auto = getattr(transformers, named)
         model: Any = auto.from_pretrained(directory, dtype=dtype, local_files_only=True, trust_remote_code=False)
         return model.eval()
 
@@ -120,10 +124,11 @@ class Oracle:
         media = request.all_media()
         images = [load_as_transformers(item.source) for item in media if item.kind == "image"]
         clips = [item.source for item in media if item.kind == "video"]
+        sounds = [load_audio_as_transformers(item.source, self._processor) for item in media if item.kind == "audio"]
         if request.messages is not None:
-            return self._chat_inputs(request.messages, iter(images), clips)
+            return self._chat_inputs(request.messages, iter(images), clips, iter(sounds))
         assert isinstance(request.prompt, str), "the oracle takes prompt= or messages="
-        text = split_at_markers(request.prompt, self._loaded.placeholders, Counter(image=len(images), video=len(clips)))
+        text = split_at_markers(request.prompt, self._loaded.placeholders, Counter(item.kind for item in media))
         whole = text.pieces[0]
         for kind, piece in zip(text.kinds, text.pieces[1:], strict=True):
             whole += self._loaded.placeholders[kind].token + piece
@@ -132,12 +137,19 @@ class Oracle:
         videos = {"videos": [clip.frames for clip in clips], **describe_clips(clips)} if clips else {}
         if clips and self._loaded.config.model_type == "smolvlm":  # as its chats do
             videos["do_sample_frames"] = True
-        return dict(self._processor(text=[whole], images=[images] if images else None, return_tensors="pt", **videos))
+        given = {**videos, **({"images": [images]} if images else {}), **({"audio": sounds} if sounds else {})}
+        if not given and "audio" in self._loaded.placeholders:  # some of their processors take no text alone
+            return dict(self._processor.tokenizer([whole], return_tensors="pt"))
+        return dict(self._processor(text=[whole], return_tensors="pt", **given))
 
     def _chat_inputs(
-        self, messages: Sequence[Mapping[str, Any]], images: Iterator[Any], clips: Sequence[Clip]
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        images: Iterator[Any],
+        clips: Sequence[Clip],
+        sounds: Iterator[Any],
     ) -> dict[str, Any]:
-        """Give the chat to transformers as its documents do: each image or video inside its own part."""
+        """Give the chat to transformers as its documents do: each medium inside its own part."""
         chat, videos = [], iter(clips)
         for message in messages:
             content = message["content"]
@@ -146,6 +158,7 @@ class Oracle:
                 content = [
                     dict(part, video=next(videos).frames) if part["type"] == "video" else part for part in content
                 ]
+                content = [dict(part, audio=next(sounds)) if part["type"] == "audio" else part for part in content]
             chat.append({**message, "content": content})
         settings: dict[str, Any] = {
             "tokenize": True,
@@ -182,6 +195,17 @@ def load_as_transformers(source: Any) -> Any:
     if isinstance(source, (str, os.PathLike)):
         return load_image(os.fspath(source))
     return load_image(source) if isinstance(source, Image.Image) else source
+
+
+def load_audio_as_transformers(source: Any, processor: Any) -> Any:
+    """Load a clip with transformers' own ``load_audio``; arrays are given to processors as they are."""
+    from transformers.audio_utils import load_audio
+
+    if isinstance(source, bytes):
+        source = base64.b64encode(source).decode()
+    if isinstance(source, (str, os.PathLike)):
+        return load_audio(os.fspath(source), sampling_rate=processor.feature_extractor.sampling_rate)
+    return source
 
 
 def own_processor(directory: Path) -> Any:

@@ -9,6 +9,7 @@ from typing import Any
 from trinity.errors import UnsupportedModel
 from trinity.preprocess import model_types
 from trinity.preprocess.model_types import ENTRY_POINTS, PROVEN
+from trinity.stages.models.audio_families import Qwen2Audio, QwenOmniThinker
 from trinity.stages.models.base import ModelAdapter
 from trinity.stages.models.families import Gemma3, Idefics, Llava, LlavaOneVision, MiniCPM, TiledLlava, VideoLlama3
 from trinity.stages.models.generic import GenericAdapter
@@ -32,6 +33,12 @@ _adapters: dict[str, type[ModelAdapter]] = {
     "gemma3": Gemma3,
     "minicpmv4_6": MiniCPM,
     "video_llama_3": VideoLlama3,
+    "qwen2_audio": Qwen2Audio,
+    "audioflamingo3": ModelAdapter,
+    "glmasr": ModelAdapter,
+    "qwen3_asr": ModelAdapter,
+    "qwen2_5_omni_thinker": QwenOmniThinker,
+    "qwen3_omni_moe_thinker": QwenOmniThinker,
     "llama": ModelAdapter,
     "mistral": ModelAdapter,
 }

@@ -1,0 +1,174 @@
+"""Audio as a kind of media: clips through the feature extractor of the model's own processor, one by one."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+
+from trinity.errors import ConfigError, UnsupportedModel
+from trinity.preprocess.audio import BYTES_LIMIT, audio_digest, make_plain_audio, read_audio
+from trinity.preprocess.image_kind import reserved_tokens
+from trinity.preprocess.loader import LoadedProcessor
+from trinity.preprocess.media_items import TEXT_KEYS
+from trinity.preprocess.media_kinds import MediaItem, MediaKind, ModelFiles, Placeholder
+from trinity.preprocess.media_limits import Estimate, MediaBudget, MediaLimits, MediaProblem
+from trinity.preprocess.model_types import explain_how_to_add
+from trinity.preprocess.own_processor import name_class
+
+_MASKS = ("feature_attention_mask", "input_features_mask")  # of mel frames, by which positions are computed
+_PROBE_S = 0.5  # seconds of the clips that tell if company matters
+_DEFAULT_S = 5.0  # of a clip to profile
+_MARKERS = {
+    "qwen2_5_omni_thinker": "<|audio_bos|>{token}<|audio_eos|>",
+    "qwen2_audio": "<|audio_bos|>{token}<|audio_eos|>",
+    "qwen3_omni_moe_thinker": "<|audio_start|>{token}<|audio_end|>",
+    "qwen3_asr": "<|audio_start|>{token}<|audio_end|>",
+    "glmasr": "<|begin_of_audio|>{token}<|end_of_audio|>",
+}
+"""What ``<audio>`` stands for in raw text, by ``model_type``, where that is more than the processor's own token."""
+
+
+class AudioReader:
+    """Runs the model's own processor on one clip, with only its placeholder as text; see ``KindReader``.
+
+    What most processors make of a clip depends on it alone: they pad it to a length of their own. Others pad the clips
+    of a prompt to the longest, or take one for each text; both are found at load, and then a prompt may have one clip.
+    """
+
+    def __init__(self, loaded: LoadedProcessor, limits: MediaLimits) -> None:
+        self._loaded, self._limits = loaded, limits
+        self._extractor: Any = find_extractor(loaded.processor)
+        self.rate = int(self._extractor.sampling_rate)
+        self.fingerprint = _fingerprint(loaded.processor, self._extractor)
+        self._alone_because = self._find_company()
+
+    def make_plain(self, source: Any, among: int, budget: MediaBudget) -> Any:
+        return make_plain_audio(source, self._limits)
+
+    def read_source(self, source: Any, among: int, budget: MediaBudget) -> MediaItem:
+        if among > 1 and self._alone_because:
+            raise MediaProblem(f"is not alone in its prompt: {self._alone_because}; give one clip")
+        samples = read_audio(source, self.rate, self._limits, lambda count: budget.check(self.estimate(count)))
+        budget.charge(self.estimate(len(samples)))
+        return self.read(samples)
+
+    def estimate(self, samples: int) -> Estimate:
+        """Compute what the extractor makes of so many samples: a spectrum of each frame, and features of it."""
+        hop = getattr(self._extractor, "hop_length", None) or 160
+        window = getattr(self._extractor, "n_fft", None) or 400
+        frames = max(samples, getattr(self._extractor, "n_samples", None) or 0) // hop + 1
+        each = 4 * (getattr(self._extractor, "feature_size", None) or 128) + 16 * (window // 2 + 1)
+        return Estimate(0, 4 * samples + frames * each)
+
+    def read(self, samples: np.ndarray) -> MediaItem:
+        """Preprocess one clip, float32 [samples]. Raises ``MediaProblem`` if the model's processor refuses it."""
+        try:
+            text, ids, inputs = self._call([samples])
+        except Exception as exc:  # processors raise anything on odd lengths
+            problem = f"has {len(samples)} samples, which the model's processor refuses"
+            raise MediaProblem(f"{problem} ({type(exc).__name__}: {exc!s:.300})") from exc
+        tokens = sum(number in self._loaded.media_token_ids for number in ids)
+        if tokens == 0:
+            raise MediaProblem("the model's processor makes no token of it: it is too short, give a longer clip")
+        content = f"{audio_digest(samples)}-{self.fingerprint}"
+        return MediaItem("audio", text, tokens, inputs, content, _count_frames(inputs))
+
+    def number_expansion(self, expansion: str, index: int) -> str:
+        return expansion
+
+    def make_synthetic(self, tokens: int | None) -> MediaItem:
+        """Preprocess a tone; the tokens of a clip are as many as its length says."""
+        each = self.read(_tone(1.0, self.rate)).tokens
+        seconds = _DEFAULT_S if tokens is None else tokens / each
+        return self.read(_tone(max(_PROBE_S, min(self._limits.max_audio_s, seconds)), self.rate))
+
+    def _call(self, clips: Sequence[np.ndarray]) -> tuple[str, list[int], dict[str, Any]]:
+        token = self._loaded.placeholders["audio"].token
+        output = dict(
+            self._loaded.processor(
+                text=token * len(clips), audio=list(clips), sampling_rate=self.rate, return_tensors="pt"
+            )
+        )
+        inputs = {name: value for name, value in output.items() if name not in TEXT_KEYS}
+        return self._loaded.last_call.text, output["input_ids"][0].tolist(), inputs
+
+    def _find_company(self) -> str:
+        """Say why a clip may not stand beside others; "" if what comes of several is what comes of each."""
+        short, long = _tone(_PROBE_S, self.rate), _tone(2 * _PROBE_S, self.rate)
+        try:
+            alone = [self._call([each]) for each in (short, long)]
+        except Exception as exc:
+            kind = self._loaded.config.model_type
+            raise UnsupportedModel(f"the processor of model type {kind!r} fails on a clip ({exc!r:.200})") from exc
+        try:
+            text, _, inputs = self._call([short, long])
+        except Exception as exc:
+            return f"the model's processor takes one clip for each text ({type(exc).__name__}: {exc!s:.100})"
+        parts = {name: [each[2][name] for each in alone] for name in inputs}
+        same = text == alone[0][0] + alone[1][0] and all(_is_joined(inputs[name], parts[name]) for name in inputs)
+        return (
+            "" if same else "the model's processor pads it to the longest, so that its features would depend on others"
+        )
+
+
+class AudioKind(MediaKind):
+    """Clips of sound, as ``audio.read_audio`` reads them."""
+
+    name = "audio"
+    parts: ClassVar = {"input_audio": ("input_audio", "audio_url")}
+    count_limit = "max_audios"
+    bytes_limit = BYTES_LIMIT
+    accept = "audio/*"
+
+    def find_placeholder(self, files: ModelFiles) -> Placeholder | None:
+        """Find the audio token of a processor that extracts features. Raises ``UnsupportedModel``, ``ConfigError``."""
+        if find_extractor(files.processor) is None or getattr(files.config, "audio_token_id", None) is None:
+            return None
+        kind, token = str(files.config.model_type), getattr(files.processor, "audio_token", None)
+        if not isinstance(token, str):
+            raise UnsupportedModel(f"model type {kind!r} has no placeholder token for audio; {explain_how_to_add()}")
+        if files.tokenizer.convert_tokens_to_ids(token) not in files.media_ids:
+            raise ConfigError(f"the processor's audio token {token!r} is not the config's audio_token_id")
+        marker = _MARKERS.get(kind, "{token}").format(token=token)
+        return Placeholder(token=token, marker=marker, reserved=reserved_tokens(files))
+
+    def open_reader(self, loaded: LoadedProcessor, limits: MediaLimits) -> AudioReader:
+        return AudioReader(loaded, limits)
+
+
+def find_extractor(processor: Any) -> Any:
+    """Return a processor's feature extractor of audio; None if it has none."""
+    return getattr(processor, "feature_extractor", None) or getattr(processor, "audio_processor", None)
+
+
+def _is_joined(joint: Any, parts: Sequence[Any]) -> bool:
+    """Tell if a tensor is the others, one after another."""
+    import torch
+
+    return len({each.shape[1:] for each in (joint, *parts)}) == 1 and torch.equal(joint, torch.cat(list(parts)))
+
+
+def _count_frames(inputs: dict[str, Any]) -> dict[str, Any]:
+    """Count the mel frames that are no padding, from which some models compute positions."""
+    masks = [inputs[name] for name in _MASKS if name in inputs]
+    return {"audio_seqlens": int(masks[0].sum())} if masks else {}
+
+
+def _fingerprint(processor: Any, extractor: Any) -> str:
+    """Hash everything but the samples that decides features: class, sizes, library versions."""
+    import transformers
+
+    plain = {name: value for name, value in vars(processor).items() if isinstance(value, (str, int, float, bool))}
+    parts = [name_class(processor), type(extractor).__name__, extractor.to_dict(), plain, transformers.__version__]
+    return hashlib.blake2b(json.dumps(parts, sort_keys=True, default=str).encode(), digest_size=8).hexdigest()
+
+
+def _tone(seconds: float, rate: int) -> np.ndarray:
+    """Make a tone that rises, float32 [samples]."""
+    at = np.arange(int(seconds * rate)) / rate
+    tone: np.ndarray = (0.5 * np.sin(2 * np.pi * (200 + 400 * at) * at)).astype(np.float32)
+    return tone

@@ -1,0 +1,187 @@
+"""Clips in requests: their places, keys and limits, and who may give several of them."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from support.checkpoint_files import checkpoint
+from support.sounds import clip, encoded
+from trinity.errors import BadMedia, RequestError, UnsupportedModel
+from trinity.preprocess.audio_kind import AudioReader
+from trinity.preprocess.media_limits import MediaLimits
+from trinity.preprocess.model_types import check_config
+from trinity.preprocess.processor import RequestProcessor
+from trinity.preprocess.worker_processes import KillableProcessor
+from trinity.request import Media, Request
+from trinity.testing.checkpoints import AUDIO_ARCHITECTURES
+from trinity.testing.oracle import own_processor
+
+WAV = encoded(clip(1))
+DATA = base64.b64encode(WAV).decode()
+
+
+@cache
+def processor_of(name: str) -> RequestProcessor:
+    return RequestProcessor(checkpoint(name))
+
+
+def reader_of(processor: RequestProcessor) -> AudioReader:
+    reader = processor._readers["audio"]
+    assert isinstance(reader, AudioReader)
+    return reader
+
+
+@pytest.mark.parametrize("name", AUDIO_ARCHITECTURES)
+def test_what_is_made_of_a_clip_is_what_the_processor_makes(name: str) -> None:
+    processor = processor_of(name)
+    found = processor.process(Request("Hear <audio> now", media=[Media("audio", WAV)]))
+    whole = Path(checkpoint(name))
+    own, text = own_processor(whole), processor._loaded.placeholders["audio"].marker
+    wanted = dict(own(text=[f"Hear {text} now"], audio=[clip_as_read()], return_tensors="pt"))
+    assert list(found.work.prompt) == wanted["input_ids"][0].tolist()
+    assert {name: value.tolist() for name, value in found.inputs[0].items()} == {
+        name: value.tolist() for name, value in wanted.items() if name in found.inputs[0]
+    }
+    (span,) = found.work.media
+    assert (span.kind, span.tokens) == ("audio", span.length)
+    assert "audio" in processor.media_kinds
+
+
+def clip_as_read() -> np.ndarray:
+    from transformers.audio_utils import load_audio
+
+    return load_audio(DATA, sampling_rate=16000, backend="soundfile")
+
+
+PARTS: list[dict[str, Any]] = [
+    {"type": "input_audio", "input_audio": {"data": DATA, "format": "wav"}},
+    {"type": "audio_url", "audio_url": {"url": f"data:audio/wav;base64,{DATA}"}},
+    {"type": "audio", "audio": WAV},
+    {"type": "audio", "base64": DATA},
+    {"type": "audio", "audio": {"array": clip_as_read(), "sampling_rate": 16000}},
+]
+
+
+def test_every_form_of_a_part_is_the_same_clip() -> None:
+    processor = processor_of("qwen2_audio")
+    found = [
+        processor.process(Request(messages=[{"role": "user", "content": [part, {"type": "text", "text": "Well?"}]}]))
+        for part in PARTS
+    ]
+    assert len({each.work.media[0].content for each in found}) == 1
+    assert len({each.work.prompt for each in found}) == 1
+
+
+def test_several_clips_keep_their_places_and_their_own_features() -> None:
+    processor = processor_of("qwen2_audio")
+    clips = [clip(1), clip(2, 0.3), clip(3, 1.2)]
+    alone = [processor.process(Request("<audio>", media=[Media("audio", each)])) for each in clips]
+    found = processor.process(Request("<audio> a <audio> b <audio>", media=[Media("audio", each) for each in clips]))
+    for index, each in enumerate(alone):
+        assert found.work.media[index].tokens == each.work.media[0].tokens
+        assert found.work.media[index].content == each.work.media[0].content
+        assert found.inputs[index]["input_features"].tolist() == each.inputs[0]["input_features"].tolist()
+
+
+ONE_EACH, LONGEST = "takes one clip for each text", "pads it to the longest"
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [("audioflamingo3", ONE_EACH), ("glmasr", ONE_EACH), ("qwen3_asr", ONE_EACH), ("qwen3_omni_moe_thinker", LONGEST)],
+)
+def test_a_model_whose_clips_depend_on_company_takes_one_and_says_why(name: str, reason: str) -> None:
+    with pytest.raises(BadMedia, match=rf"audio 1 of 2: is not alone in its prompt: .*{reason}"):
+        processor_of(name).process(Request("<audio><audio>", media=[Media("audio", WAV)] * 2))
+
+
+def test_limits_name_the_clip_and_harm_one_request() -> None:
+    processor = RequestProcessor(checkpoint("qwen2_audio"), limits=MediaLimits(max_audios=2, max_audio_s=1))
+    for media, problem in (
+        ([WAV] * 3, "3 audios given, but the limit max_audios is 2"),
+        ([WAV, encoded(clip(1, 1.5))], "audio 2 of 2: is 1.5 s long; the limit max_audio_s is 1"),
+        ([b"RIFF"], "audio 1 of 1: is no wav and no flac file"),
+        ([np.full(999, np.nan)], "audio 1 of 1: has samples that are no numbers"),
+    ):
+        with pytest.raises(BadMedia, match=problem):
+            processor.process(Request("<audio>" * len(media), media=[Media("audio", each) for each in media]))
+    assert processor.process(Request("<audio>", media=[Media("audio", WAV)])).work.media
+
+
+def test_what_an_extractor_would_make_is_charged_before_a_clip_is_decoded() -> None:
+    limits = MediaLimits(max_processed_bytes=1 << 20)
+    processor = RequestProcessor(checkpoint("qwen2_audio"), limits=limits)
+    with pytest.raises(BadMedia, match=r"audio 1 of 1: needs .* max_processed_bytes is 1048576"):
+        processor.process(Request("<audio>", media=[Media("audio", clip(1, 60.0))]))
+
+
+def test_the_estimate_covers_the_inputs() -> None:
+    for name in AUDIO_ARCHITECTURES:
+        reader = reader_of(processor_of(name))
+        for seconds in (0.6, 1.9):
+            item = reader.read(clip(1, seconds))
+            made = sum(each.nbytes for each in item.inputs.values() if each.is_floating_point())
+            assert reader.estimate(int(seconds * 16000)).bytes >= made
+
+
+@pytest.mark.parametrize("name", ["llava", "llama"])
+def test_a_model_without_audio_refuses_it_by_name(name: str) -> None:
+    processor = RequestProcessor(checkpoint(name))
+    for request in (
+        Request("<audio>", media=[Media("audio", WAV)]),
+        Request(messages=[{"role": "user", "content": [PARTS[0]]}]),
+    ):
+        with pytest.raises(BadMedia, match="takes no media of kind 'audio' here; it takes"):
+            processor.process(request)
+
+
+def test_an_audio_model_refuses_images_by_name() -> None:
+    with pytest.raises(BadMedia, match="takes no media of kind 'image' here; it takes audio"):
+        processor_of("qwen2_audio").process(Request("<image>", images=[b"png"]))
+
+
+@pytest.mark.parametrize("name", ["qwen2_audio"])
+def test_a_clip_of_a_size_for_profiles(name: str) -> None:
+    span, inputs = processor_of(name).dummy_inputs()
+    assert span.tokens == len(inputs["input_features"]) * 50
+    assert processor_of(name).dummy_inputs(30)[0].tokens < span.tokens
+
+
+@pytest.mark.parametrize(("part", "problem"), [("audio", "an audio tower of type"), ("vision", "no vision tower")])
+def test_another_tower_is_refused(part: str, problem: str) -> None:
+    known = {"audio_config": SimpleNamespace(model_type="qwen2_audio_encoder"), "vision_config": None}
+    check_config(SimpleNamespace(model_type="qwen2_audio", **known))
+    other = {**known, f"{part}_config": SimpleNamespace(model_type="whisper")}
+    with pytest.raises(UnsupportedModel, match=f"'qwen2_audio' is proven with {problem}"):
+        check_config(SimpleNamespace(model_type="qwen2_audio", **other))
+
+
+def test_processes_make_the_same_of_clips() -> None:
+    sources: list[Any] = [WAV, clip(2), {"array": clip(3, 0.4, 8000), "sampling_rate": 8000}]
+    asked = [Request("<audio>", media=[Media("audio", each)], request_id="r") for each in sources]
+    bad = Request("<audio>", media=[Media("audio", np.full(99, np.inf))], request_id="bad")
+
+    async def served() -> list[Any]:
+        processor = await asyncio.to_thread(
+            KillableProcessor, checkpoint("qwen2_audio"), limits=MediaLimits(processes=1)
+        )
+        try:
+            with pytest.raises(RequestError, match="audio 1 of 1: has samples that are no numbers"):
+                await processor.aprocess(bad)
+            return [await processor.aprocess(each) for each in asked]
+        finally:
+            await processor.aclose()
+
+    own = processor_of("qwen2_audio")
+    for found, request in zip(asyncio.run(served()), asked, strict=True):
+        wanted = own.process(request)
+        assert (found.work.prompt, found.work.media) == (wanted.work.prompt, wanted.work.media)
+        assert found.inputs[0]["input_features"].tolist() == wanted.inputs[0]["input_features"].tolist()
