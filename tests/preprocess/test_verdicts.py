@@ -119,7 +119,7 @@ def test_the_first_that_asks_has_the_proof_run_in_a_process(tmp_path: Path, monk
     monkeypatch.setenv("TRINITY_CACHE", str(tmp_path / "cache"))
     directory = Path(shutil.copytree(checkpoint("any-qwen3_vl_moe"), tmp_path / "model"))
     facts = require_facts(directory, "glm4v")
-    assert facts.image_token == "<|image_pad|>"
+    assert facts.image_token == "<image>"
     ran = subprocess.run(
         [sys.executable, "-m", "trinity.check", str(directory)], capture_output=True, text=True, check=False
     )
