@@ -17,6 +17,7 @@ from trinity.preprocess.checkpoint import read_config
 from trinity.stages.attention.interface import PAGED_ATTENTION
 from trinity.stages.models import loader
 from trinity.stages.models.checks import set_attention
+from trinity.stages.models.partial_models import find_model_class, make_partial_class
 from trinity.stages.models.registry import find_adapter
 from trinity.testing import checkpoints_llava
 
@@ -36,14 +37,12 @@ def folder(directory: Path, tiny: bool) -> Path:
 def random_weights(device: str) -> Iterator[None]:
     """Checkpoints that are loaded meanwhile get weights by transformers' own initialisation, made on ``device``."""
 
-    def make(directory: Path, name: str, dtype: torch.dtype, keep_fp8: bool = False) -> Any:
+    def make(directory: Path, name: str, dtype: torch.dtype, *given: Any) -> Any:
         config = read_config(directory)
         adapter, _ = find_adapter(config)
         torch.manual_seed(0)
         with torch.device(device):
-            model = loader._partial_class(loader.find_model_class(config), adapter, name)._from_config(
-                config, dtype=dtype
-            )
+            model = make_partial_class(find_model_class(config), adapter, name)._from_config(config, dtype=dtype)
         if name == "language":
             set_attention(model, adapter, PAGED_ATTENTION)
         return model
@@ -59,7 +58,7 @@ def write_weights(directory: Path, device: str, dtype: str) -> Path:
     config = read_config(directory)
     torch.manual_seed(0)
     with torch.device(device):
-        model = loader.find_model_class(config)._from_config(config, dtype=getattr(torch, dtype))
+        model = find_model_class(config)._from_config(config, dtype=getattr(torch, dtype))
     model.save_pretrained(directory)
     return directory
 

@@ -97,12 +97,14 @@ def test_direct_dependencies_are_pinned_within_their_bounds() -> None:
 
 
 def test_the_extras_asked_for_are_there() -> None:
-    extras = {"cuda", "nixl", "otel", "plan", "plot", "ray", "server", "structured", "ucx", "video"}
+    extras = {"cuda", "nixl", "otel", "plan", "plot", "quantised", "ray", "server", "structured", "ucx", "video"}
     assert set(PROJECT["project"]["optional-dependencies"]) == extras
     assert set(PROJECT["dependency-groups"]) == {"dev"}
 
 
-IMPORTED = {  # names of modules that are not their distribution's
+IMPORTED = {  # names of modules that are not their distribution's, or of what imports it for us
+    "accelerate": "transformers",
+    "bitsandbytes": "transformers",
     "httptools": "uvicorn.protocols.http.httptools_impl",
     "opentelemetry_api": "opentelemetry",
 }

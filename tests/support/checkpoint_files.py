@@ -15,8 +15,9 @@ from support.loop_guard import left_out
 from support.paths import ROOT
 from trinity.testing.any_media_checkpoint import build_any_media
 from trinity.testing.checkpoints_fp8 import build_fp8_checkpoint
+from trinity.testing.checkpoints_quantization import build_quantised_checkpoint
 
-FP8, ANY = "fp8-", "any-"
+FP8, ANY, OTHERS = "fp8-", "any-", "quantised-"
 CACHE = ROOT / ".pytest_cache" / "trinity-checkpoints"
 
 
@@ -37,7 +38,8 @@ def recipe_hash() -> str:
 def checkpoint(name: str) -> Path:
     """The directory of checkpoint ``name``, built when first asked for. Read it only: it is shared.
 
-    "fp8-llava" is "llava" with FP8 weights, "any-qwen3_vl_moe" a multimodal type that nobody listed.
+    "fp8-llava" is "llava" with FP8 weights, "any-qwen3_vl_moe" a multimodal type that nobody listed, and
+    "quantised-bnb-nf4" one of ``checkpoints_quantization``.
     """
     target = CACHE / recipe_hash() / name
     if not target.exists():
@@ -48,10 +50,12 @@ def checkpoint(name: str) -> Path:
             build = build_fp8_checkpoint
         elif name.startswith(ANY):
             build = build_any_media
+        elif name.startswith(OTHERS):
+            build = build_quantised_checkpoint
         target.parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(dir=target.parent))
         with left_out():
-            build(name.removeprefix(FP8).removeprefix(ANY), scratch / name)
+            build(name.removeprefix(FP8).removeprefix(ANY).removeprefix(OTHERS), scratch / name)
         _publish(scratch, name, target)
     return target
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
@@ -60,6 +61,7 @@ _AUDIO_RULES = {
     "voxtral": AudioRule(stack=4, window=WINDOW_FRAMES, silence_counts=True),
 }
 _VIDEO_FAMILIES = ("qwen2_vl", "qwen2_5_vl")
+_PACKED = ("auto-round", "awq", "gptq")  # methods that say of how many bits their weights are
 _MOST_TILES = 256  # of InternVL's, whose shapes are all tried
 _TYPICAL = (1024, 768)  # (width, height) in pixels of a typical image
 
@@ -114,11 +116,24 @@ def from_config(config: ConfigFields, preprocessor: ConfigFields | None = None, 
         visual_tokens=rule,
         image_tokens=rule(*_TYPICAL) if vision else media.audio.count_tokens(USUAL_S) if audio and media.audio else 0,
         tied=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
-        layer_dtype_bytes=1 if quantised.get("quant_method") == "fp8" else None,
+        layer_dtype_bytes=_quantised_bytes(quantised),
         dtype_bytes=4 if "float32" in (config.get("torch_dtype"), config.get("dtype")) else 2,
         context=get_optional(text, "language", "max_position_embeddings", 4096),
         source="config.json",
     )
+
+
+def _quantised_bytes(fields: ConfigFields) -> float | None:
+    """Return the bytes of a linear weight that stays quantised; None where it is widened as it is loaded, or plain."""
+    method, bits = fields.get("quant_method"), fields.get("bits")
+    if method == "fp8" or fields.get("load_in_8bit") is True:
+        return 1
+    if fields.get("load_in_4bit") is True:
+        return 0.5
+    if method == "torchao":
+        named = re.search(r"Int([48])", str(fields.get("quant_type")))
+        return int(named[1]) / 8 if named else None
+    return bits / 8 if method in _PACKED and type(bits) is int and bits in (2, 3, 4, 8) else None
 
 
 def _read_json(path: Path) -> ConfigFields:

@@ -36,7 +36,8 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     tied (False): input and output embedding share one matrix.
     dtype_bytes (bytes, 2): size of an element.
     kv_dtype_bytes (bytes, None): size of an element of the KV cache, 1 in FP8; as ``dtype_bytes``.
-    layer_dtype_bytes (bytes, None): size of a weight of the language model's layers, 1 in FP8; as ``dtype_bytes``.
+    layer_dtype_bytes (bytes, None): size of a weight of the language model's layers, 1 in FP8, 0.5 in 4 bits; as
+        ``dtype_bytes``.
     context (tokens, 4096): longest sequence.
     source (""): assumptions behind these numbers, for reports.
     """
@@ -52,7 +53,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     tied: bool = False
     dtype_bytes: int = 2
     kv_dtype_bytes: int | None = None
-    layer_dtype_bytes: int | None = None
+    layer_dtype_bytes: float | None = None
     context: int = 4096
     source: str = ""
 
@@ -91,10 +92,10 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
 
         Of experts all are counted: ``step_bytes`` tells what a small step reads.
         """
-        return self.language.weights * self.layer_weight_bytes + self.head * self.dtype_bytes
+        return int(self.language.weights * self.layer_weight_bytes) + self.head * self.dtype_bytes
 
     @property
-    def layer_weight_bytes(self) -> int:
+    def layer_weight_bytes(self) -> float:
         """Bytes of a weight of the language model's layers."""
         return self.layer_dtype_bytes or self.dtype_bytes
 

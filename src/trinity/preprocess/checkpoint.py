@@ -145,10 +145,19 @@ def count_tensors(model_dir: Path) -> int:
 
 def list_tensors(path: Path) -> dict[str, str]:
     """List the names of a safetensors file's tensors and their types, by its header; {} where it cannot be read."""
+    return {name: kind for name, (kind, _) in list_sizes(path).items()}
+
+
+def list_sizes(path: Path) -> dict[str, tuple[str, int]]:
+    """List the tensors of a safetensors file with type and bytes, by its header; {} where it cannot be read."""
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(length)) if length <= MOST_HEADER_BYTES else {}
-            return {name: str(entry["dtype"]) for name, entry in header.items() if name != "__metadata__"}
-    except (OSError, ValueError, RecursionError, TypeError, KeyError, AttributeError):
+            entries = {name: entry for name, entry in header.items() if name != "__metadata__"}
+            spans = {name: entry["data_offsets"] for name, entry in entries.items()}
+            return {
+                name: (str(entry["dtype"]), int(spans[name][1] - spans[name][0])) for name, entry in entries.items()
+            }
+    except (OSError, ValueError, RecursionError, TypeError, KeyError, IndexError, AttributeError):
         return {}  # what is wrong with it is said when it is loaded

@@ -14,7 +14,7 @@ def import_model_classes(model: Path) -> None:
     from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
     from trinity.preprocess.checkpoint import read_config
-    from trinity.stages.models.loader import find_model_class
+    from trinity.stages.models.partial_models import find_model_class
 
     config = read_config(model)
     find_model_class(config)

@@ -21,6 +21,11 @@ def llava() -> Recipe:
     return _llava(TEXT_CONFIG, {**VISION_CONFIG, "image_size": 56})
 
 
+def wide_llava() -> Recipe:
+    """LLaVA whose every width is a multiple of 32, as kernels over blocks of weights ask for."""
+    return _llava(TEXT_CONFIG, {**VISION_CONFIG, "hidden_size": 64, "intermediate_size": 128, "image_size": 56})
+
+
 def llava_110m() -> Recipe:
     return _midsize(vision=(384, 12), text=(768, 12), intermediate=2048)
 

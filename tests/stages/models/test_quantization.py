@@ -110,12 +110,6 @@ def test_a_config_that_is_no_object_is_refused(copied: Path) -> None:
         quantization.read_quantization(copied)
 
 
-@pytest.mark.parametrize("method", ["gptq", "compressed-tensors", "bitsandbytes", None])
-def test_other_methods_are_refused_by_name(method: str | None, copied: Path) -> None:
-    with pytest.raises(UnsupportedModel, match=rf"quantised by '{method}', which is not served; give a checkpoint"):
-        load_model(change_config(copied, quant_method=method), "EPD")
-
-
 def test_weights_in_fp8_beside_linear_layers_are_refused(copied: Path) -> None:
     with pytest.raises(UnsupportedModel, match="besides those of linear layers"):
         load_model(change_config(copied, modules_to_convert=["embed_tokens"]), "EPD")

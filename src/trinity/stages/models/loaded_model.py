@@ -21,6 +21,7 @@ from trinity.stages.attention.kv_rows import KvRow
 from trinity.stages.batch import RaggedBatch
 from trinity.stages.kernels.linear import count_packed_bytes
 from trinity.stages.models.base import MediaInputs, ModelAdapter
+from trinity.stages.models.quantizers import list_held_tensors
 from trinity.stages.models.states import StateLayout, StateStep, use_states
 from trinity.stages.models.whole_forward import run_model
 from trinity.stages.uploads import upload
@@ -117,7 +118,7 @@ class LoadedModel:
         for part in (self.vision, self.language):
             if part is not None:
                 packed += count_packed_bytes(part)
-                for tensor in (*part.parameters(), *part.buffers()):
+                for tensor in list_held_tensors(part):
                     if not tensor.is_meta:
                         tensors[tensor.data_ptr(), tensor.shape] = tensor.nbytes
         return packed + sum(tensors.values())

@@ -20,7 +20,7 @@ from trinity.errors.display import is_display_watched
 from trinity.memory.shared_regions import can_share, open_region
 from trinity.memory.weight_digests import LoadedFiles, are_only_touched, identify_files, sample_digest
 from trinity.memory.weight_shelf import Turn, take_turn
-from trinity.preprocess.checkpoint import check_elements, read_config
+from trinity.preprocess.checkpoint import read_config
 from trinity.stages.attention.interface import PAGED_ATTENTION, register_attention
 from trinity.stages.attention.kv_rows import KvRow
 from trinity.stages.attention.latent import watch_expansions
@@ -37,19 +37,31 @@ from trinity.stages.kernels.native_linear import is_native_faster, use_native_pr
 from trinity.stages.models.base import ModelAdapter
 from trinity.stages.models.checks import refuse_layers, self_check, set_attention
 from trinity.stages.models.loaded_model import LoadedModel
+from trinity.stages.models.partial_models import find_model_class, make_partial_class
 from trinity.stages.models.quantization import (
     align_dtypes,
     choose_fp8,
     convert_to_fp8,
+    is_fp8,
+    is_proven,
     prepare_quantized,
     read_quantization,
 )
-from trinity.stages.models.registry import HOW_TO_ADD, find_adapter, is_known_text
+from trinity.stages.models.quantizers import (
+    check_rows,
+    count_quantised_bytes,
+    find_quantised,
+    finish_layers,
+    prepare_method,
+    stays_quantised,
+)
+from trinity.stages.models.registry import find_adapter, is_known_text
 from trinity.stages.models.shared_parts import fill_part, move_part
 from trinity.stages.models.state_probe import prepare_states
 from trinity.stages.models.whole_forward import survey_rows
 
 logger = logging.getLogger("trinity")
+_CPU = torch.device("cpu")
 LONG_LOAD_BYTES = 256 << 20  # of weights: reading them takes long enough for a bar
 _lock = threading.RLock()
 _parts: WeakValueDictionary[Any, Any] = WeakValueDictionary()
@@ -89,10 +101,10 @@ def load_model(
     files = identify_files(directory)
     adapter, known = find_adapter(config, directory)
     refuse_layers(adapter)
-    read_quantization(directory)
     if letters == "E" and not adapter.multimodal:
         raise ConfigError(f"{directory} ({config.model_type}) is text only: a placement for it needs no E instance")
     kind, place = _pick_dtype(dtype, config), check_device(device)
+    known = is_proven(read_quantization(directory), directory, place) and known
     names = _list_parts(letters, adapter)
     with _lock:
         register_attention()
@@ -143,6 +155,11 @@ def count_weight_bytes(
     kind, fields = _pick_dtype(dtype, config), read_quantization(directory)
     keep = device is not None and choose_fp8(fields, directory, kind, device)
     register_attention()
+    if fields is not None and stays_quantised(fields):
+        tower = _make_plain_part(directory, "vision", kind).base_model if adapter.multimodal else None
+        outside = {name for name, _ in tower.named_children()} if tower is not None else set()
+        held = count_quantised_bytes(directory, outside, kind)
+        return sum(held[name] for name in _list_parts(letters, adapter))
     parts = [_make_empty_part(directory, name, kind, keep) for name in _list_parts(letters, adapter)]
     return sum(tensor.nbytes for part in parts for tensor in (*part.parameters(), *part.buffers()))
 
@@ -190,10 +207,14 @@ def _part(
     if part is None:
         keep = choose_fp8(read_quantization(directory), directory, dtype, device)
         shared = shelf and _is_worth_sharing(directory, dtype, device, packed)
-        made = _share_part(shelf, *key[:4], files, keep) if shared else _load_part(directory, name, dtype, keep)
+        made = _share_part(shelf, *key[:4], files, keep) if shared else _load_part(directory, name, dtype, keep, device)
         part = _parts[key] = made.to(device).eval().requires_grad_(False)
         if name == "language":
             prepare_states(part, find_adapter(read_config(directory), directory)[0])
+        quantised = getattr(part, "trinity_quantised", None)
+        if quantised:  # its layers are the library's, whose weights no kernel here can read
+            check_rows(quantised, part.get_output_embeddings(), dtype, device)
+            return part
         use_fp8_products(part)
         use_native_products(part)
         if packed:
@@ -257,7 +278,7 @@ def _make_empty_part(directory: Path, name: str, dtype: torch.dtype, keep_fp8: b
     config = read_config(directory)
     adapter, _ = find_adapter(config, directory)
     with _lock, quiet(), torch.device("meta"):
-        part = _partial_class(find_model_class(config), adapter, name)._from_config(config, dtype=dtype)
+        part = make_partial_class(find_model_class(config), adapter, name)._from_config(config, dtype=dtype)
         if fields is not None and keep_fp8:
             convert_to_fp8(part, fields, directory)
     _fit_part(part, adapter, name)
@@ -274,22 +295,33 @@ def _fingerprint(directory: Path, dtype: torch.dtype) -> str:
     return hashlib.sha256(f"{sample_digest(directory)} {dtype}".encode()).hexdigest()[:32]
 
 
-def _load_part(directory: Path, name: str, dtype: torch.dtype, keep_fp8: bool = False) -> Any:
-    """Load a model of the checkpoint's class with the weights of one part and its own copy of the config."""
+def _load_part(
+    directory: Path, name: str, dtype: torch.dtype, keep_fp8: bool = False, device: torch.device = _CPU
+) -> Any:
+    """Load a model of the checkpoint's class with the weights of one part and its own copy of the config.
+
+    ``device``: where a quantizer other than FP8's is to put them; all else is loaded on the CPU.
+    """
     config = read_config(directory)
     adapter, _ = find_adapter(config, directory)
     fields = read_quantization(directory)
-    if fields is not None:
+    further, others = {}, fields is not None and not is_fp8(fields)
+    if fields is not None and others:
+        further = prepare_method(config, fields, device)
+    elif fields is not None:
         prepare_quantized(config, fields, directory, keep_fp8)
     with nullcontext() if _shows_bar(directory) else quiet():
         try:
-            model, report = _partial_class(find_model_class(config), adapter, name, directory).from_pretrained(
+            model, report = make_partial_class(
+                find_model_class(config), adapter, name, directory, others
+            ).from_pretrained(
                 directory,
                 config=config,
                 dtype=dtype,
                 local_files_only=True,
                 trust_remote_code=False,
                 output_loading_info=True,
+                **further,
             )
         except (ConfigError, UnsupportedModel):
             raise
@@ -301,10 +333,23 @@ def _load_part(directory: Path, name: str, dtype: torch.dtype, keep_fp8: bool = 
     lacking = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
     if lacking:
         raise ConfigError(f"{directory} lacks weights of {type(model).__name__}, among them {', '.join(lacking[:5])}")
-    if fields is not None:
+    if others:
+        finish_layers(model)
+        model.trinity_quantised = find_quantised(model, _make_plain_part(directory, name, dtype))
+    elif fields is not None:
         align_dtypes(model, dtype)
     _fit_part(model, adapter, name)
     return model
+
+
+def _make_plain_part(directory: Path, name: str, dtype: torch.dtype) -> Any:
+    """Make the modules that a part would have if nothing were quantised, without weights."""
+    config = read_config(directory)
+    config.__dict__.pop("quantization_config", None)
+    with quiet(), torch.device("meta"):
+        return make_partial_class(find_model_class(config), find_adapter(config, directory)[0], name)._from_config(
+            config, dtype=dtype
+        )
 
 
 def _fit_part(model: Any, adapter: ModelAdapter, name: str) -> None:
@@ -316,65 +361,6 @@ def _fit_part(model: Any, adapter: ModelAdapter, name: str) -> None:
             skip_unsampled_rows(adapter.language(model), adapter.deepstack)
     elif adapter.vision_states is not None and is_known(LayerPart.IMAGE_FEATURES, type(model.base_model)):
         drop_unused_layers(model.base_model.vision_tower, adapter.vision_states)
-
-
-def find_model_class(config: Any) -> Any:
-    import transformers
-    from transformers.models.auto.modeling_auto import (
-        MODEL_FOR_CAUSAL_LM_MAPPING,
-        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-    )
-
-    for named in getattr(config, "architectures", None) or ():
-        if hasattr(transformers, named):
-            return getattr(transformers, named)
-    for mapping in (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING):
-        if type(config) in mapping:
-            return mapping[type(config)]
-    raise UnsupportedModel(f"transformers has no generating class for {config.model_type!r}. {HOW_TO_ADD}")
-
-
-def _partial_class(whole: Any, adapter: ModelAdapter, part: str, directory: Path | None = None) -> Any:
-    """Derive ``whole`` without the other part's modules, so that from_pretrained reads only the rest.
-
-    ``directory`` (None): of the checkpoint, whose files must have room for the weights.
-    """
-
-    class Part(whole):  # type: ignore[misc]
-        def __init__(self, *given: Any, **named: Any) -> None:
-            super().__init__(*given, **named)
-            if self.get_output_embeddings() is None:
-                raise UnsupportedModel(f"{whole.__name__} has no language head: it does not generate")
-            self.whole_names = {name for name, _ in self.named_modules()}
-            if adapter.multimodal:
-                _drop(self, adapter, part)
-            if directory is not None:
-                check_elements(directory, sum(each.numel() for each in self.parameters()))
-
-    # transformers renames weights by the class that it sees
-    Part.__name__, Part.__qualname__, Part.__module__ = (
-        whole.__name__,
-        whole.__qualname__,
-        whole.__module__,
-    )
-    return Part
-
-
-def _drop(model: Any, adapter: ModelAdapter, part: str) -> None:
-    name = adapter.language_name(model)
-    core = model.base_model
-    if part == "language":
-        unwanted = [(core, child) for child, _ in core.named_children() if child != name]
-    else:
-        heads = [child for child, _ in model.named_children() if child != model.base_model_prefix]
-        unwanted = [(core, name), *((model, child) for child in heads)]
-    for owner, child in unwanted:
-        setattr(owner, child, None)
-    left = {key for key, _ in model.named_parameters(remove_duplicate=False)}
-    tied = {target: source for target, source in model.all_tied_weights_keys.items() if {target, source} <= left}
-    model.all_tied_weights_keys = tied
-    model._tied_weights_keys = tied or None
-    model._keys_to_ignore_on_load_unexpected = {".*"}
 
 
 def _shows_bar(directory: Path) -> bool:

@@ -19,6 +19,7 @@ from trinity.errors.arguments import show
 from trinity.memory.weight_digests import list_weight_files
 from trinity.preprocess.checkpoint import list_tensors, read_json
 from trinity.stages.kernels.fp8_linear import explain_no_fp8_products
+from trinity.stages.models.quantizers import check_method, name_method
 
 logger = logging.getLogger("trinity")
 FP8_METHOD = "fp8"
@@ -30,6 +31,7 @@ def read_quantization(directory: Path) -> dict[str, Any] | None:
     """Return what a checkpoint's config says of its quantised weights; None if they are as they were trained.
 
     Raises ``UnsupportedModel`` for a method that is not served, by its name, and ``ConfigError`` for a broken config.
+    Fields of another method than FP8's are transformers' own quantizers' (``quantizers``).
     """
     config = read_json(directory / "config.json")
     text = config.get("text_config")
@@ -38,20 +40,26 @@ def read_quantization(directory: Path) -> dict[str, Any] | None:
         return None
     if not isinstance(fields, dict):
         raise ConfigError(f"{directory}: quantization_config is an object of JSON, got {show(fields)}")
-    method = str(fields.get("quant_method"))
-    if method != FP8_METHOD:
-        raise UnsupportedModel(
-            f"the weights in {directory} are quantised by {method!r}, which is not served; give a checkpoint in FP8 "
-            f"with scales of blocks (quant_method {FP8_METHOD!r}), or one that is not quantised"
-        )
-    if fields.get("modules_to_convert"):
+    if not is_fp8(fields):
+        check_method(fields, directory)
+    elif fields.get("modules_to_convert"):
         raise UnsupportedModel(f"{directory} has FP8 weights besides those of linear layers, which are not served")
     return fields
 
 
+def is_fp8(fields: dict[str, Any] | None) -> bool:
+    """Tell if these are the fields of FP8 with scales of blocks, the method of this module."""
+    return fields is not None and name_method(fields) == FP8_METHOD
+
+
+def is_proven(fields: dict[str, Any] | None, directory: Path, device: torch.device) -> bool:
+    """Tell if tests have proven how these weights are served; raises as ``check_method`` does, for a device too."""
+    return fields is None or is_fp8(fields) or check_method(fields, directory, device).proven
+
+
 def choose_fp8(fields: dict[str, Any] | None, directory: Path, dtype: torch.dtype, device: torch.device) -> bool:
     """Tell if FP8 weights stay so on ``device``; if a GPU has to hold them widened, the log says why."""
-    if fields is None or device.type != "cuda":
+    if fields is None or not is_fp8(fields) or device.type != "cuda":
         return False
     why = _explain_unkept(fields, directory) or explain_no_fp8_products(device, dtype)
     if why is not None:

@@ -13,7 +13,8 @@ from torch import Tensor
 from trinity.preprocess.checkpoint import read_config
 from trinity.preprocess.verdicts import MediaFacts
 from trinity.stages.models.base import HEAD_FIELDS, ModelAdapter
-from trinity.stages.models.loader import find_model_class, quiet
+from trinity.stages.models.loader import quiet
+from trinity.stages.models.partial_models import find_model_class
 from trinity.stages.proof.prompts import ProofPrompt
 from trinity.stages.proof.reference import Expected, Reference
 

@@ -1,0 +1,79 @@
+"""Classes of partial models: the checkpoint's own class without the modules of the other part."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from trinity.errors import UnsupportedModel
+from trinity.preprocess.checkpoint import check_elements
+from trinity.stages.models.base import ModelAdapter
+from trinity.stages.models.registry import HOW_TO_ADD
+
+
+def find_model_class(config: Any) -> Any:
+    import transformers
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_CAUSAL_LM_MAPPING,
+        MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    )
+
+    for named in getattr(config, "architectures", None) or ():
+        if hasattr(transformers, named):
+            return getattr(transformers, named)
+    for mapping in (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING):
+        if type(config) in mapping:
+            return mapping[type(config)]
+    raise UnsupportedModel(f"transformers has no generating class for {config.model_type!r}. {HOW_TO_ADD}")
+
+
+def make_partial_class(
+    whole: Any, adapter: ModelAdapter, part: str, directory: Path | None = None, late: bool = False
+) -> Any:
+    """Derive ``whole`` without the other part's modules, so that from_pretrained reads only the rest.
+
+    ``directory`` (None): of the checkpoint, whose files must have room for the weights. ``late`` (False): the others
+    are dropped only after a quantizer has seen them, which goes by the names and the order of all of them.
+    """
+
+    class Part(whole):  # type: ignore[misc]
+        def __init__(self, *given: Any, **named: Any) -> None:
+            super().__init__(*given, **named)
+            if self.get_output_embeddings() is None:
+                raise UnsupportedModel(f"{whole.__name__} has no language head: it does not generate")
+            self.whole_names = {name for name, _ in self.named_modules()}
+            if adapter.multimodal and not late:
+                _drop(self, adapter, part)
+            if directory is not None:
+                check_elements(directory, sum(each.numel() for each in self.parameters()))
+
+        @staticmethod
+        def _load_pretrained_model(model: Any, *given: Any, **named: Any) -> Any:
+            if adapter.multimodal and late:
+                _drop(model, adapter, part)
+            return whole._load_pretrained_model(model, *given, **named)
+
+    # transformers renames weights by the class that it sees
+    Part.__name__, Part.__qualname__, Part.__module__ = (
+        whole.__name__,
+        whole.__qualname__,
+        whole.__module__,
+    )
+    return Part
+
+
+def _drop(model: Any, adapter: ModelAdapter, part: str) -> None:
+    name = adapter.language_name(model)
+    core = model.base_model
+    if part == "language":
+        unwanted = [(core, child) for child, _ in core.named_children() if child != name]
+    else:
+        heads = [child for child, _ in model.named_children() if child != model.base_model_prefix]
+        unwanted = [(core, name), *((model, child) for child in heads)]
+    for owner, child in unwanted:
+        setattr(owner, child, None)
+    left = {key for key, _ in model.named_parameters(remove_duplicate=False)}
+    tied = {target: source for target, source in model.all_tied_weights_keys.items() if {target, source} <= left}
+    model.all_tied_weights_keys = tied
+    model._tied_weights_keys = tied or None
+    model._keys_to_ignore_on_load_unexpected = {".*"}

@@ -1,0 +1,189 @@
+"""Tiny checkpoints with quantised weights, made on the spot by transformers and the libraries of the methods.
+
+Where a library quantises on a CPU it writes the files itself; MXFP4's are written in the layout that is read.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from trinity.errors import UnknownName
+from trinity.testing.checkpoints import _no_progress_bar, write_checkpoint
+from trinity.testing.checkpoints_llava import wide_llava
+
+SCALED_TOGETHER = 32  # weights that share a scale
+_FP4_SCALE = 123  # 2**-4 beside fp4's values, whose mean square is near 8: about 1.6 / sqrt(64)
+_TOWER = ["model.vision_tower", "model.multi_modal_projector", "lm_head"]
+
+
+def build_quantised_checkpoint(name: str, directory: Path, *, seed: int = 0) -> Path:
+    """Write the tiny checkpoint ``name``, one of ``QUANTISED``: a LLaVA, or for MXFP4 a text model.
+
+    "-text" names one whose vision tower is not quantised, "plain" the LLaVA before it is. Raises ``UnknownName``, and
+    ``ImportError`` without the method's packages.
+    """
+    if name not in QUANTISED:
+        raise UnknownName("tiny quantised checkpoint", name, QUANTISED)
+    plain = Path(directory).with_name(f"{Path(directory).name}-plain")
+    try:
+        QUANTISED[name](plain, Path(directory), seed)
+    finally:
+        shutil.rmtree(plain, ignore_errors=True)
+    return Path(directory)
+
+
+def _by_transformers(make: Callable[[], Any]) -> Callable[[Path, Path, int], None]:
+    """Have transformers quantise a LLaVA as it loads it, by the config that ``make`` makes, and save that."""
+
+    def build(plain: Path, directory: Path, seed: int) -> None:
+        import transformers
+
+        auto: Any = transformers.AutoModelForImageTextToText
+        with _no_progress_bar():
+            write_checkpoint(wide_llava(), plain, seed)
+            auto.from_pretrained(plain, quantization_config=make(), dtype="float32").save_pretrained(directory)
+        _copy_rest(plain, directory)
+
+    return build
+
+
+def _nf4(skipped: list[str] | None = None) -> Any:
+    import torch
+    import transformers
+
+    make: Any = transformers.BitsAndBytesConfig
+    four = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "bnb_4bit_compute_dtype": torch.float32}
+    return make(load_in_4bit=True, llm_int8_skip_modules=skipped, **four)
+
+
+def _int8(threshold: float) -> Any:
+    """LLM.int8: columns with a value above ``threshold`` in any row are multiplied apart; 0: none are."""
+    import transformers
+
+    make: Any = transformers.BitsAndBytesConfig
+    return make(load_in_8bit=True, llm_int8_threshold=threshold)
+
+
+def _torchao(rounds_activations: bool = False) -> Any:
+    from torchao.quantization import Int8DynamicActivationInt8WeightConfig, Int8WeightOnlyConfig
+    from transformers import TorchAoConfig
+
+    return TorchAoConfig(Int8DynamicActivationInt8WeightConfig() if rounds_activations else Int8WeightOnlyConfig())
+
+
+def _compressed(weights: Mapping[str, Any], activations: Mapping[str, Any] | None, ignore: list[str]) -> Any:
+    """Have compressed-tensors quantise the linear layers of a LLaVA, by the largest value of each group or row."""
+
+    def build(plain: Path, directory: Path, seed: int) -> None:
+        import transformers
+        from compressed_tensors.compressors import ModelCompressor
+        from compressed_tensors.quantization import QuantizationConfig, QuantizationStatus, apply_quantization_config
+
+        write_checkpoint(wide_llava(), plain, seed)
+        group = {
+            "targets": ["Linear"],
+            "weights": dict(weights),
+            "input_activations": activations and dict(activations),
+        }
+        config = QuantizationConfig(
+            config_groups={"group_0": group}, ignore=ignore, quantization_status=QuantizationStatus.FROZEN
+        )
+        auto: Any = transformers.AutoModelForImageTextToText
+        with _no_progress_bar():
+            model = auto.from_pretrained(plain, dtype="float32")
+            apply_quantization_config(model, config, show_progress=False)
+            _set_scales(model)
+            compressor = ModelCompressor.from_pretrained_model(model)
+            compressor.compress_model(model)
+            model.save_pretrained(directory)
+        compressor.update_config(str(directory))
+        fields = json.loads((directory / "config.json").read_text())["quantization_config"]
+        _write_quantization(directory, fields | {"ignore": ignore})  # it writes names that transformers does not read
+        _copy_rest(plain, directory)
+
+    return build
+
+
+def _set_scales(model: Any) -> None:
+    for module in model.modules():
+        if hasattr(module, "weight_scale"):
+            scale, bits = module.weight_scale, module.quantization_scheme.weights.num_bits
+            largest = 448.0 if module.quantization_scheme.weights.type == "float" else 2 ** (bits - 1) - 1
+            groups = module.weight.detach().view(len(scale), scale.shape[1], -1) if scale.ndim == 2 else module.weight
+            scale.data.copy_((groups.abs().amax(-1) / largest).view_as(scale))
+
+
+def _mxfp4(plain: Path, directory: Path, seed: int) -> None:
+    """Write a gpt_oss model whose experts are random values of FP4, 32 of which share a power of two."""
+    import torch
+    from safetensors.torch import load_file, save_file
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    from trinity.testing.checkpoints_recipes import TEXT_CONFIG, Recipe, llama_tokenizer, text_ids
+
+    tokenizer = llama_tokenizer()
+    config = GptOssConfig(
+        **{**TEXT_CONFIG, **text_ids(tokenizer)},
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        sliding_window=24,
+        head_dim=16,
+    )
+    write_checkpoint(Recipe(config, GptOssForCausalLM, tokenizer), directory, seed)
+    generator, path = torch.Generator().manual_seed(seed), directory / "model.safetensors"
+    weights = load_file(path)
+    for name in [each for each in weights if each.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, inputs, outputs = weights.pop(name).shape
+        shape = (experts, outputs, inputs // SCALED_TOGETHER)
+        weights[f"{name}_blocks"] = torch.randint(
+            256, (*shape, SCALED_TOGETHER // 2), dtype=torch.uint8, generator=generator
+        )
+        weights[f"{name}_scales"] = torch.full(shape, _FP4_SCALE, dtype=torch.uint8)
+    save_file(weights, path, metadata={"format": "pt"})
+    kept = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    _write_quantization(directory, {"quant_method": "mxfp4", "modules_to_not_convert": kept})
+
+
+def _plain(plain: Path, directory: Path, seed: int) -> None:
+    write_checkpoint(wide_llava(), directory, seed)
+
+
+def _write_quantization(directory: Path, fields: dict[str, Any]) -> None:
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": fields}, indent=2) + "\n")
+
+
+def _copy_rest(plain: Path, directory: Path) -> None:
+    """Copy what belongs to a checkpoint beside its weights: tokenizer, processor, template."""
+    for path in plain.iterdir():
+        if path.suffix != ".safetensors" and not (directory / path.name).exists():
+            shutil.copy(path, directory / path.name)
+
+
+_INT4 = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": SCALED_TOGETHER}
+_INT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
+_FP8 = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "channel"}
+_EACH_TOKEN = {"symmetric": True, "strategy": "token", "dynamic": True}
+_EACH_STEP = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "tensor", "dynamic": True}
+_INT8_ROWS, _FP8_ROWS = {**_EACH_TOKEN, "num_bits": 8, "type": "int"}, {**_EACH_TOKEN, "num_bits": 8, "type": "float"}
+_HEAD, _NO_TOWER = ["lm_head"], ["lm_head", "re:.*vision_tower.*", "re:.*multi_modal_projector.*"]
+
+QUANTISED: Mapping[str, Callable[[Path, Path, int], None]] = {
+    "bnb-int8": _by_transformers(lambda: _int8(0.0)),
+    "bnb-int8-outliers": _by_transformers(lambda: _int8(6.0)),
+    "bnb-nf4": _by_transformers(_nf4),
+    "bnb-nf4-text": _by_transformers(lambda: _nf4(_TOWER)),
+    "compressed-int4": _compressed(_INT4, None, _HEAD),
+    "compressed-int4-text": _compressed(_INT4, None, _NO_TOWER),
+    "compressed-int8": _compressed(_INT8, _INT8_ROWS, _HEAD),
+    "compressed-fp8": _compressed(_FP8, _FP8_ROWS, _HEAD),
+    "compressed-mixed-rows": _compressed(_INT8, _EACH_STEP, _HEAD),
+    "mxfp4": _mxfp4,
+    "plain": _plain,
+    "torchao-int8": _by_transformers(_torchao),
+    "torchao-int8-rows": _by_transformers(lambda: _torchao(rounds_activations=True)),
+}
