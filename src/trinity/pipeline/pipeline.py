@@ -39,7 +39,7 @@ from trinity.pipeline.views import describe_pipeline, instance_table
 from trinity.placement import Placement
 from trinity.planner import Plan
 from trinity.preprocess.media_limits import MediaLimits
-from trinity.preprocess.own_processor import GivenProcessor
+from trinity.preprocess.own_processor import GivenProcessor, check_processor
 from trinity.preprocess.processor import RequestProcessor
 from trinity.remote import attached_instances, supervisor
 from trinity.request import Output, Request
@@ -131,7 +131,8 @@ class Pipeline(PlacementChanges, Resumable):
         self.instances = name_instances(make_instances(placement, options, limited=bool(rules or budgets)))
         (rules, routing), spread = choose_rules_and_routing(placement, rules, routing), choose_spread(placement, spread)
         self.placement = Placement.of(each.group for each in self.instances)
-        self.slo, self.routing, self._processing = slo, routing, (limits, ignore_generation_config, spread, processor)
+        self.slo, self.routing = slo, routing
+        self._processing = (limits, ignore_generation_config, spread, check_processor(processor))
         self.hosting = supervisor.check_hosting(hosting, self.instances, processes)
         self.connector, self._options = make_connector(connector, verify, hosting), options
         self._process_config, self._secret = processes, supervisor.resolve_secret(self.instances, processes.secret)

@@ -142,8 +142,7 @@ def load_tokenizer_and_processor(
     ``ignore`` (()): fields of the generation config that are not followed; True for all of them. ``own`` (None): a
     processor in place of the checkpoint's, whose tokenizer stays.
     """
-    if own is not None:
-        check_processor(own)
+    check_processor(own)
     config = read_config(model_dir)
     facts = check_config(config, model_dir)
     with _explain_failure(f"the tokenizer in {str(model_dir)!r} cannot be loaded", ConfigError):

@@ -35,18 +35,26 @@ class OwnProcessor(Protocol):
 GivenProcessor = str | Path | OwnProcessor
 
 
-def check_processor(own: Any) -> None:
-    """Raise ``ConfigError`` if this is neither a directory nor an object with what ``OwnProcessor`` says."""
+def check_processor(own: Any) -> Any:
+    """Return it if it is a directory, None, or an object with what ``OwnProcessor`` says. Raises ``ConfigError``."""
+    if own is None:
+        return None
     if isinstance(own, (str, Path)):
         if not Path(own).is_dir():
             raise ConfigError(
                 f"processor {show(str(own))} is no directory; give that of a processor's save_pretrained()"
             )
-        return
-    if isinstance(own, type) or not callable(own) or not hasattr(own, "tokenizer"):
+        return own
+    try:
+        complete = not isinstance(own, type) and callable(own) and hasattr(own, "tokenizer")
+        reads = any(getattr(own, name, None) is not None for name in MEDIA_PARTS)
+    except Exception as error:  # of anybody's object
+        raise ConfigError(f"processor cannot be looked at ({describe_error(error)})") from error
+    if not complete:
         raise ConfigError(f"processor is a directory, or a callable object with a tokenizer; got {show(own)}")
-    if not any(getattr(own, name, None) is not None for name in MEDIA_PARTS):
+    if not reads:
         raise ConfigError(f"processor {type(own).__name__} has none of {', '.join(MEDIA_PARTS)}: it reads no media")
+    return own
 
 
 def adopt_processor(own: OwnProcessor, tokenizer: Any) -> Any:

@@ -101,8 +101,7 @@ def config_digest(model: Path | EmulatedModel) -> str:
 
 def name_weights(model: Path | EmulatedModel) -> str:
     """Name a model for results that are kept: its folder, since models of one config differ in weights, and config."""
-    digest = config_digest(model)
-    return digest if isinstance(model, EmulatedModel) else f"{model.name} {digest}"
+    return config_digest(model) if isinstance(model, EmulatedModel) else f"{model.name} {config_digest(model)}"
 
 
 def resolve_model(model: str | Path | EmulatedModel, download: bool = False) -> Path | EmulatedModel:
