@@ -106,6 +106,9 @@ writers: $(STAMP)
 aims: $(STAMP)
 	$(PY) tools/house.py --check --no-walk
 
+models: $(STAMP)
+	$(ONE_THREAD) HF_HUB_OFFLINE=1 $(PY) tools/model_table.py $(ARGS)
+
 house: $(STAMP)
 	$(ONE_THREAD) $(PY) tools/house.py $(ARGS)
 

@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+_BACKENDS = ("PilBackend", "TorchvisionBackend")
 _BYTES = 12  # of a pixel with three channels of float32
 
 
@@ -163,14 +164,13 @@ def guard_resizes(images: Any, allowed: threading.local) -> None:
     """Have an image processor raise ``ImageTooLarge`` before a resize that goes beyond ``allowed.pixels``.
 
     ``allowed.pixels`` is counted down by each resize of this thread; without it nothing is counted. Results stay the
-    same. Does nothing to a processor that is not of transformers' PIL backend.
+    same. Does nothing to a processor that is of none of transformers' backends.
     """
-    from transformers.image_processing_backends import PilBackend
-
-    if not isinstance(images, PilBackend):
+    backend: Any = next((each for each in type(images).__mro__ if each.__name__ in _BACKENDS), None)
+    if backend is None:
         return
 
-    class Guard(PilBackend):
+    class Guard(backend):  # type: ignore[misc]
         """Stands between a family's class and the backend, where every resize comes by with its size."""
 
         def resize(self, image: Any, size: Any, *args: Any, **kwargs: Any) -> Any:

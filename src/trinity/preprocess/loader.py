@@ -23,7 +23,7 @@ from trinity.preprocess.media_kinds import ModelFiles, Placeholder, kind_names, 
 from trinity.preprocess.model_types import check_config, explain_how_to_add
 from trinity.preprocess.own_processor import GivenProcessor, adopt_processor, check_processor
 from trinity.preprocess.placeholder_runs import RunTokenizer
-from trinity.preprocess.video_processors import load_video_processor
+from trinity.preprocess.video_processors import find_torch_images, load_video_processor
 
 _MOST_CACHED = 64  # texts whose tokenization is cached, each of the size of a prompt
 _VIDEO_FIELDS = (
@@ -218,6 +218,10 @@ def make_channels_contiguous(images: Any) -> None:
     long for a channel's mean. The results stay the same, to the bit.
     """
     import numpy as np
+    from transformers.image_processing_backends import PilBackend
+
+    if not isinstance(images, PilBackend):
+        return
 
     class ContiguousChannels(type(images)):  # type: ignore[misc]
         def rescale(self, image: Any, *args: Any, **kwargs: Any) -> Any:
@@ -244,6 +248,22 @@ def load_processor(model_dir: Path, config: Any, tokenizer: Any) -> Any:
     return _accept_stand_in(processor_class).from_args_and_dict(wanted, settings)
 
 
+def _load_images(model_dir: Path, model_type: str) -> Any:
+    """Load the image processor with its PIL backend; one that has none, over torch alone (decision 0101)."""
+    # Not from the package root: some releases hide the class there unless torchvision is installed.
+    from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES, AutoImageProcessor
+
+    names: Any = IMAGE_PROCESSOR_MAPPING_NAMES
+    nested = read_json(model_dir / "processor_config.json").get("image_processor")
+    settings = nested if isinstance(nested, dict) else read_json(model_dir / "preprocessor_config.json")
+    backends = {kind: each for kind, each in names.items() if isinstance(each, dict)}  # older transformers has tuples
+    named = settings.get("image_processor_type") or backends.get(model_type, {}).get("torchvision")
+    if any(each.get("torchvision") == named and "pil" not in each for each in backends.values()):
+        return find_torch_images(str(named)).from_dict(settings)
+    load_images: Any = AutoImageProcessor.from_pretrained
+    return load_images(model_dir, backend="pil", local_files_only=True, trust_remote_code=False)
+
+
 def _load_part(name: str, model_dir: Path) -> Any:
     """Load a further part of a processor: of audio, or a second tokenizer, which has a folder of its own."""
     from transformers import AutoTokenizer
@@ -256,15 +276,12 @@ def _load_part(name: str, model_dir: Path) -> Any:
 
 def _load_media_parts(model_dir: Path, config: Any, names: Collection[str]) -> dict[str, Any]:
     """Load the parts of a processor that read media, those of ``names``."""
-    # Not from the package root: some releases hide the class there unless torchvision is installed.
     from transformers import AutoFeatureExtractor
-    from transformers.models.auto.image_processing_auto import AutoImageProcessor
 
-    load_images: Any = AutoImageProcessor.from_pretrained
     load_audio: Any = AutoFeatureExtractor.from_pretrained
     parts = {}
     if "image_processor" in names:
-        parts["image_processor"] = load_images(model_dir, backend="pil", local_files_only=True, trust_remote_code=False)
+        parts["image_processor"] = _load_images(model_dir, str(config.model_type))
         videos = load_video_processor(model_dir, config) if config.model_type in VIDEO_TEXT else None
         parts["video_processor"] = videos or NoVideo(parts["image_processor"])
     for name in {"feature_extractor", "audio_processor"}.intersection(names):
@@ -316,7 +333,7 @@ _import_lock = threading.Lock()
 def _accept_stand_in(processor_class: Any) -> Any:
     class WithoutVideo(processor_class):  # type: ignore[misc]
         def check_argument_for_proper_class(self, argument_name: str, argument: Any) -> Any:
-            if argument_name == "video_processor":  # ``NoVideo``, or of a class that is a twin of the one meant
+            if argument_name != "tokenizer":  # ``NoVideo``, or of a class that is a twin of the one meant
                 return type(argument)
             return super().check_argument_for_proper_class(argument_name, argument)
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -103,8 +104,20 @@ def _cast_back(made: Tensor, dtype: torch.dtype, interpolation: InterpolationMod
     return (made.round() if dtype in _INTEGERS else made).to(dtype)
 
 
-def pad(image: Tensor, padding: Sequence[int], fill: float | None = 0, padding_mode: str = "constant") -> Tensor:
-    """Pad by (left, top, right, bottom) pixels of ``fill``. Raises ``ValueError`` for other modes and lengths."""
+def pil_to_tensor(picture: Any) -> Tensor:
+    """Convert a PIL image to bytes [channels, height, width]."""
+    pixels = torch.from_numpy(np.array(picture))
+    return pixels[None] if pixels.ndim == 2 else pixels.permute(2, 0, 1).contiguous()
+
+
+def pad(image: Tensor, padding: Sequence[int], fill: Any = 0, padding_mode: str = "constant") -> Tensor:
+    """Pad by (left, top, right, bottom) pixels of ``fill``, one number or one for each channel.
+
+    Raises ``ValueError`` for other modes and lengths.
+    """
+    if isinstance(fill, (list, tuple)):
+        own = [pad(part, padding, value, padding_mode) for part, value in zip(image.split(1, -3), fill, strict=True)]
+        return torch.cat(own, -3)
     if padding_mode != "constant" or len(padding) != 4:
         raise ValueError(f"padding of {len(padding)} numbers in mode {padding_mode!r} is not supported")
     left, top, right, bottom = padding

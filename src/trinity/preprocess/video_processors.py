@@ -70,6 +70,20 @@ def _class_names() -> dict[str, str]:
     return {model_type: name for model_type, name in named.items() if isinstance(name, str)}
 
 
+def find_torch_images(name: str) -> Any:
+    """Find the class of an image processor that has torchvision's backend alone, by its name. Raises ``ImportError``."""
+    from transformers.models.auto.configuration_auto import model_type_to_module_name
+    from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
+
+    names: Mapping[str, Any] = IMAGE_PROCESSOR_MAPPING_NAMES
+    for owner in [owner for owner, known in names.items() if (known or {}).get("torchvision") == name]:
+        module = model_type_to_module_name(owner)
+        path = f"transformers.models.{module}.image_processing_{module}"
+        if importlib.util.find_spec(path) is not None and hasattr(found := _load(path), name):
+            return getattr(found, name)
+    raise ImportError(f"transformers has no image processor {name}")
+
+
 def _find_class(name: str, model_type: str) -> Any:
     from transformers.models.auto.configuration_auto import model_type_to_module_name
 

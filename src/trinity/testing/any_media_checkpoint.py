@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import copy
 import inspect
+import json
 import re
 from pathlib import Path
 from typing import Any
 
 from trinity.errors import UnsupportedModel
 from trinity.preprocess.loader import find_processor_class, load_processor
+from trinity.preprocess.video_processors import find_torch_images
 from trinity.testing.any_media_sizes import TypeSizes, shrink_config, small_images
 from trinity.testing.any_media_types import OWN_SIZES
 from trinity.testing.checkpoints import _no_progress_bar, write_checkpoint
@@ -71,7 +73,7 @@ def _further_parts(model_type: str, processor_class: Any) -> dict[str, Any]:
         return {}
     names: Any = auto.FEATURE_EXTRACTOR_MAPPING_NAMES
     kind: Any = auto.feature_extractor_class_from_name(names[model_type])
-    return {"feature_extractor": kind().to_dict()}
+    return {"feature_extractor": json.loads(kind().to_json_string())}
 
 
 def _model_class(model_type: str) -> Any:
@@ -132,10 +134,11 @@ def make_image_processor(model_type: str, sizes: TypeSizes) -> Any:
     from transformers.models.auto import image_processing_auto
 
     names: Any = image_processing_auto.IMAGE_PROCESSOR_MAPPING_NAMES
-    name = sizes.image_processor or names.get(model_type, {}).get("pil")
-    if name is None:
-        raise UnsupportedModel(f"the image processor of {model_type!r} has no PIL backend: it needs torchvision")
-    kind = _find_class(name)
+    found = names.get(model_type) or {}
+    name = sizes.image_processor or found.get("pil")
+    if name is None and "torchvision" not in found:
+        raise UnsupportedModel(f"transformers names no image processor for {model_type!r}")
+    kind = find_torch_images(found["torchvision"]) if name is None else _find_class(name)
     fields = small_images(kind) | sizes.images
     return kind(**fields)
 

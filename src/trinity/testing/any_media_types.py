@@ -19,6 +19,11 @@ _LLAVA = TypeSizes(
     processor={"num_additional_image_tokens": 1, "patch_size": 14, "vision_feature_select_strategy": "default"},
 )
 OWN_SIZES: dict[str, TypeSizes] = {
+    "cohere2_vision": TypeSizes(images={"patch_size": 2}),
+    "minimax_m3_vl": TypeSizes(image_token="]<]image[>[", image_text="]<]image[>[", plain=("]<]image[>[",)),
+    "lfm2_vl": TypeSizes(config={"vision_config.patch_size": 16}),
+    "gemma4_unified": TypeSizes(config={"text_config.per_layer_config": None}),
+
     "aya_vision": TypeSizes(processor={"img_size": 56, "patch_size": 14}),
     "blip-2": TypeSizes(
         config={
@@ -151,7 +156,7 @@ OWN_SIZES: dict[str, TypeSizes] = {
         processor={"image_seq_length": 16},
     ),
     "paddleocr_vl": TypeSizes(config={"text_config.rope_parameters": _MROPE}, images=_QWEN_IMAGES),
-    "paligemma": TypeSizes(images={"image_seq_length": 16}),
+    "paligemma": TypeSizes(further_ids=1200, images={"image_seq_length": 16}),
     "qianfan_ocr": TypeSizes(processor={"image_seq_length": 4}),
     "qwen2_5_omni": TypeSizes(config={}),
     "qwen3_5": TypeSizes(

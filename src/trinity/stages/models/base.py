@@ -72,7 +72,8 @@ class ModelAdapter:
     def axes(self) -> int:
         """Number of axes of a rotary position: 3 with M-RoPE, else 1."""
         rope = getattr(self.text_config, "rope_parameters", None) or {}
-        return 3 if self.multimodal and rope.get("mrope_section") else 1
+        nested = (each for each in rope.values() if isinstance(each, dict))  # by kind of layer
+        return 3 if self.multimodal and any(each.get("mrope_section") for each in (rope, *nested)) else 1
 
     @property
     def kv_heads(self) -> tuple[int, int]:

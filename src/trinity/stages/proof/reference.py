@@ -68,7 +68,13 @@ class Reference:
         return "" if int(found["input_ids"].shape[-1]) > 1 else "it is not expanded"
 
     def inputs(self, prompt: ProofPrompt, token: str) -> dict[str, Any]:
-        """Make a model's inputs as transformers documents it: by the chat template, or else from raw text."""
+        """Make a model's inputs in its dtype, float32, as transformers documents it."""
+        made = self._make_inputs(prompt, token)
+        floating = {name for name, value in made.items() if isinstance(value, Tensor) and value.is_floating_point()}
+        return {name: value.float() if name in floating else value for name, value in made.items()}
+
+    def _make_inputs(self, prompt: ProofPrompt, token: str) -> dict[str, Any]:
+        """Make inputs by the chat template, or else from raw text."""
         if self.has_template:
             left = iter(prompt.images)
             chat = [
