@@ -15,7 +15,7 @@ ifneq ($(shell test -x $(PY) && $(PY) -c 'import os, trinity; print(os.path.same
 $(shell rm -f $(STAMP))
 endif
 
-.PHONY: setup demo demo-text plan test test-all test-exact test-load server-load kills buddies virtual hostile test-gpu gpu-bundle check style types layers sizes writers aims house format bench bench-peers asan docs mutants clean
+.PHONY: setup demo demo-text plan test test-all test-exact test-load server-load kills buddies virtual hostile test-gpu gpu-bundle check style types layers sizes writers aims house format bench bench-peers asan docs models mutants clean
 .DELETE_ON_ERROR:
 
 setup: $(STAMP)

@@ -71,7 +71,7 @@ def _class_names() -> dict[str, str]:
 
 
 def find_torch_images(name: str) -> Any:
-    """Find the class of an image processor that has torchvision's backend alone, by its name. Raises ``ImportError``."""
+    """Find the class of an image processor that has torchvision's backend alone. Raises ``ImportError``."""
     from transformers.models.auto.configuration_auto import model_type_to_module_name
     from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
 

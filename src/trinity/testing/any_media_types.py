@@ -23,7 +23,6 @@ OWN_SIZES: dict[str, TypeSizes] = {
     "minimax_m3_vl": TypeSizes(image_token="]<]image[>[", image_text="]<]image[>[", plain=("]<]image[>[",)),
     "lfm2_vl": TypeSizes(config={"vision_config.patch_size": 16}),
     "gemma4_unified": TypeSizes(config={"text_config.per_layer_config": None}),
-
     "aya_vision": TypeSizes(processor={"img_size": 56, "patch_size": 14}),
     "blip-2": TypeSizes(
         config={

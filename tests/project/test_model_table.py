@@ -1,0 +1,70 @@
+"""The table of models: written and read back alike, each type bounded, and a sample of its rows true."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from support.paths import ROOT
+
+sys.path.insert(0, str(ROOT / "tools"))
+
+import model_table
+from model_table import CHECKED, LISTED, REFUSED, Row, read_rows, run_bounded, shorten, write_page
+
+ROWS = [
+    Row("glm4v", CHECKED, "image, text"),
+    Row("idefics2", REFUSED, "prompt ids: 87 tokens, and 88 by its own"),
+    Row("llava", LISTED, "image, text"),
+    Row("opt", CHECKED, "text"),
+]
+
+
+def test_a_page_has_its_head_counts_and_reads_back() -> None:
+    page = write_page(ROWS, 3, 2, "5.23.0")
+    assert "2 of 3 multimodal types have an image processor that loads without torchvision" in page
+    assert "2 of 3 serve: 1 listed, 1 by self-check; 1 are refused" in page
+    assert "1 of 1 serve: 0 listed, 1 by self-check; 0 are refused" in page
+    assert list(read_rows(page)) == ROWS
+
+
+def test_an_error_becomes_a_cell() -> None:
+    said = shorten(ValueError("a | b\n<image> in /tmp/x/model.safetensors " + "z" * 300))
+    assert "|" not in said.replace("\\|", "")
+    assert "/tmp/" not in said
+    assert "<" not in said
+    assert len(said) == 200
+    (row,) = read_rows(write_page([Row("x", REFUSED, said)], 1, 0, "5"))
+    assert row.said == said
+
+
+def sleep_long(model_type: str, folder: Path) -> Row:
+    time.sleep(600)
+    return Row(model_type, CHECKED)
+
+
+def take_much(model_type: str, folder: Path) -> Row:
+    return Row(model_type, CHECKED, str(len(bytearray(1 << 40))))
+
+
+def fail(model_type: str, folder: Path) -> Row:
+    raise ValueError("this type does not work")
+
+
+def test_a_type_is_bounded_in_time_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(model_table, "MOST_SECONDS", 0.2)
+    assert "its process ended with" in run_bounded(sleep_long, "slow").said
+    monkeypatch.setattr(model_table, "MOST_SECONDS", 60)
+    assert "MemoryError" in run_bounded(take_much, "big").said
+    assert run_bounded(fail, "bad") == Row("bad", REFUSED, "ValueError: this type does not work")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["vipllava", "mistral3", "idefics2", "opt"])
+def test_rows_say_what_is(name: str) -> None:
+    tried = dict(model_table.list_work())[name]
+    row = run_bounded(tried, name)
+    assert row.outcome == (REFUSED if name == "idefics2" else CHECKED)
