@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
-from support.paths import ROOT
-
-sys.path.insert(0, str(ROOT / "tools"))
-
-import model_table
-from model_table import CHECKED, LISTED, REFUSED, Row, read_rows, run_bounded, shorten, write_page
+from tools import model_table
+from tools.model_table import CHECKED, LISTED, REFUSED, Row, read_rows, run_bounded, shorten, write_page
 
 ROWS = [
     Row("glm4v", CHECKED, "image, text"),
