@@ -158,10 +158,7 @@ def count_processors() -> tuple[int, int]:
 
 def write_page(rows: Sequence[Row], media: int, processors: int, version: str) -> str:
     """Write the page: head counts, then the rows of multimodal and of causal types."""
-    parts = [
-        _HEAD.format(version=version),
-        f"{processors} of {media} multimodal types have an image processor that loads without torchvision.\n",
-    ]
+    parts = [_HEAD.format(version=version, processors=processors, media=media)]
     for title, part in (("Multimodal types", rows[:media]), ("Text types", rows[media:])):
         counts = Counter(row.outcome for row in part)
         serving = counts[LISTED] + counts[CHECKED]
