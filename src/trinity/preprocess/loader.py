@@ -23,18 +23,9 @@ from trinity.preprocess.media_kinds import ModelFiles, Placeholder, kind_names, 
 from trinity.preprocess.model_types import check_config, explain_how_to_add
 from trinity.preprocess.own_processor import GivenProcessor, adopt_processor, check_processor
 from trinity.preprocess.placeholder_runs import RunTokenizer
-from trinity.preprocess.video_processors import find_torch_images, load_video_processor
+from trinity.preprocess.processor_parts import load_media_parts, load_part
 
 _MOST_CACHED = 64  # texts whose tokenization is cached, each of the size of a prompt
-_VIDEO_FIELDS = (
-    "merge_size",
-    "patch_size",
-    "temporal_patch_size",
-    "slice_mode",
-    "downsample_mode",
-    "num_frames",
-    "fps",
-)
 
 
 class ImageText(msgspec.Struct, frozen=True, kw_only=True):
@@ -239,54 +230,15 @@ def load_processor(model_dir: Path, config: Any, tokenizer: Any) -> Any:
     processor_class = _processor_class(model_dir, config)
     if processor_class is None:
         return None
-    parts = {"tokenizer": tokenizer, **_load_media_parts(model_dir, config, processor_class.get_attributes())}
+    with_video = config.model_type in VIDEO_TEXT
+    parts = {
+        "tokenizer": tokenizer,
+        **load_media_parts(model_dir, config, processor_class.get_attributes(), with_video),
+    }
     settings, _ = processor_class.get_processor_dict(str(model_dir), local_files_only=True)
     settings["chat_template"] = settings.get("chat_template") or tokenizer.chat_template
-    wanted = [
-        parts[name] if name in parts else _load_part(name, model_dir) for name in processor_class.get_attributes()
-    ]
+    wanted = [parts[name] if name in parts else load_part(name, model_dir) for name in processor_class.get_attributes()]
     return _accept_stand_in(processor_class).from_args_and_dict(wanted, settings)
-
-
-def _load_images(model_dir: Path, model_type: str) -> Any:
-    """Load the image processor with its PIL backend; one that has none, over torch alone (decision 0101)."""
-    # Not from the package root: some releases hide the class there unless torchvision is installed.
-    from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES, AutoImageProcessor
-
-    names: Any = IMAGE_PROCESSOR_MAPPING_NAMES
-    nested = read_json(model_dir / "processor_config.json").get("image_processor")
-    settings = nested if isinstance(nested, dict) else read_json(model_dir / "preprocessor_config.json")
-    backends = {kind: each for kind, each in names.items() if isinstance(each, dict)}  # older transformers has tuples
-    named = settings.get("image_processor_type") or backends.get(model_type, {}).get("torchvision")
-    if any(each.get("torchvision") == named and "pil" not in each for each in backends.values()):
-        return find_torch_images(str(named)).from_dict(settings)
-    load_images: Any = AutoImageProcessor.from_pretrained
-    return load_images(model_dir, backend="pil", local_files_only=True, trust_remote_code=False)
-
-
-def _load_part(name: str, model_dir: Path) -> Any:
-    """Load a further part of a processor: of audio, or a second tokenizer, which has a folder of its own."""
-    from transformers import AutoTokenizer
-    from transformers.models.auto.feature_extraction_auto import AutoFeatureExtractor
-
-    kind: Any = AutoTokenizer if name.endswith("tokenizer") else AutoFeatureExtractor
-    place = model_dir / name if kind is AutoTokenizer else model_dir
-    return kind.from_pretrained(place, local_files_only=True, trust_remote_code=False)
-
-
-def _load_media_parts(model_dir: Path, config: Any, names: Collection[str]) -> dict[str, Any]:
-    """Load the parts of a processor that read media, those of ``names``."""
-    from transformers import AutoFeatureExtractor
-
-    load_audio: Any = AutoFeatureExtractor.from_pretrained
-    parts = {}
-    if "image_processor" in names:
-        parts["image_processor"] = _load_images(model_dir, str(config.model_type))
-        videos = load_video_processor(model_dir, config) if config.model_type in VIDEO_TEXT else None
-        parts["video_processor"] = videos or NoVideo(parts["image_processor"])
-    for name in {"feature_extractor", "audio_processor"}.intersection(names):
-        parts[name] = load_audio(model_dir, local_files_only=True, trust_remote_code=False)
-    return parts
 
 
 def _processor_class(model_dir: Path, config: Any) -> Any:
@@ -342,16 +294,6 @@ def _accept_stand_in(processor_class: Any) -> Any:
 
     WithoutVideo.__name__ = processor_class.__name__  # transformers keys settings by this name
     return WithoutVideo
-
-
-class NoVideo:
-    """Stands in for a video processor, which would need torchvision; takes its sizes from ``images``."""
-
-    model_input_names: tuple[str, ...] = ()
-
-    def __init__(self, images: Any) -> None:
-        for name in _VIDEO_FIELDS:
-            setattr(self, name, getattr(images, name, None))
 
 
 @contextmanager

@@ -116,7 +116,9 @@ def pad(image: Tensor, padding: Sequence[int], fill: Any = 0, padding_mode: str 
     Raises ``ValueError`` for other modes and lengths.
     """
     if isinstance(fill, (list, tuple)):
-        own = [pad(part, padding, value, padding_mode) for part, value in zip(torch.split(image, 1, -3), fill, strict=True)]
+        own = [
+            pad(part, padding, value, padding_mode) for part, value in zip(torch.split(image, 1, -3), fill, strict=True)
+        ]
         return torch.cat(own, -3)
     if padding_mode != "constant" or len(padding) != 4:
         raise ValueError(f"padding of {len(padding)} numbers in mode {padding_mode!r} is not supported")

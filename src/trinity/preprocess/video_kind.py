@@ -13,9 +13,10 @@ import numpy as np
 from trinity.errors import ConfigError, describe_error
 from trinity.preprocess.clips import Frames, plain_clip, read_frames
 from trinity.preprocess.image_kind import reserved_tokens
-from trinity.preprocess.loader import VIDEO_TEXT, LoadedProcessor, NoVideo
+from trinity.preprocess.loader import VIDEO_TEXT, LoadedProcessor
 from trinity.preprocess.media_kinds import MediaItem, MediaKind, ModelFiles, Placeholder
 from trinity.preprocess.media_limits import Estimate, MediaBudget, MediaLimits, MediaProblem
+from trinity.preprocess.processor_parts import NoVideo
 from trinity.preprocess.video_files import read_video
 from trinity.preprocess.video_processors import backend_name
 

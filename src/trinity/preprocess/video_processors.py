@@ -197,6 +197,7 @@ def _overlay(module: str) -> dict[str, Any] | None:
             "is_torchvision_available": lambda: True,
             "is_torchvision_v2_available": lambda: True,
             "is_torchvision_greater_or_equal": _matches_version,
+            "logging": _Overlaid(importlib.import_module("transformers.utils.logging"), {"get_logger": _find_logger}),
         }
     return None
 
@@ -208,6 +209,13 @@ def _matches_version(least: str) -> bool:
 
     release = version.parse(torch.__version__).release
     return version.parse(f"0.{release[1] + 15}.0") >= version.parse(least)
+
+
+def _find_logger(name: str) -> Any:
+    """Find the logger of the module that a twin is of, so that transformers' own settings hold for it."""
+    from transformers.utils import logging
+
+    return logging.get_logger(name.removeprefix(_PRIVATE))  # type: ignore[no-untyped-call]
 
 
 def _filters() -> dict[str, Any]:

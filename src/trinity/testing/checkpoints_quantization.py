@@ -45,7 +45,10 @@ def _by_transformers(make: Callable[[], Any]) -> Callable[[Path, Path, int], Non
         auto: Any = transformers.AutoModelForImageTextToText
         with _no_progress_bar():
             write_checkpoint(wide_llava(), plain, seed)
-            auto.from_pretrained(plain, quantization_config=make(), dtype="float32").save_pretrained(directory)
+            loaded = {"dtype": "float32", "quantization_config": make()}
+            auto.from_pretrained(plain, **loaded, local_files_only=True, trust_remote_code=False).save_pretrained(
+                directory
+            )
         _copy_rest(plain, directory)
 
     return build
@@ -94,7 +97,7 @@ def _compressed(weights: Mapping[str, Any], activations: Mapping[str, Any] | Non
         )
         auto: Any = transformers.AutoModelForImageTextToText
         with _no_progress_bar():
-            model = auto.from_pretrained(plain, dtype="float32")
+            model = auto.from_pretrained(plain, dtype="float32", local_files_only=True, trust_remote_code=False)
             apply_quantization_config(model, config, show_progress=False)
             _set_scales(model)
             compressor = ModelCompressor.from_pretrained_model(model)
