@@ -19,10 +19,11 @@ from typing import Any
 
 import msgspec
 
+from trinity.testing.type_trials import CHECKED, LISTED, NOT_SERVED, Row, count_processors, list_work, shorten
+
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "models.md"
 MOST_SECONDS, MOST_BYTES = 300, 16 << 30  # of one type
-LISTED, CHECKED, REFUSED = "serves, listed", "serves by self-check", "refused"
 _HEAD = """# Models
 Written by `make models`, which builds a tiny checkpoint of every causal, image-text and multimodal type of
 transformers {version} and loads it as a pipeline does. *Listed*: the tests compare it with `generate()`. *By
@@ -35,59 +36,6 @@ could be made here, and yours may serve.
 """
 
 
-class Row(msgspec.Struct, frozen=True):
-    """A row of the table: a type, what comes of it, and in which part a refused one differs."""
-
-    model_type: str
-    outcome: str
-    said: str = ""
-
-
-def try_media(model_type: str, folder: Path) -> Row:
-    """Build a multimodal type and run its proof."""
-    from trinity.preprocess.model_types import PROVEN
-    from trinity.stages.proof import prove
-    from trinity.testing.any_media_checkpoint import build_any_media
-    from trinity.testing.checkpoints import ARCHITECTURES, build_checkpoint
-
-    if model_type in PROVEN and model_type in ARCHITECTURES:
-        build_checkpoint(model_type, folder)
-        return Row(model_type, LISTED, "image, text")
-    try:
-        build_any_media(model_type, folder)
-    except Exception as error:
-        return Row(model_type, REFUSED, f"tiny checkpoint: {shorten(error)}")
-    verdict = prove(folder)
-    if verdict.failed is None:
-        return Row(model_type, CHECKED, ", ".join(verdict.serves))
-    return Row(model_type, REFUSED, f"{verdict.failed.name}: {shorten(verdict.failed.said)}")
-
-
-def try_text(model_type: str, folder: Path) -> Row:
-    """Build a causal type and load it, self-check and all."""
-    from trinity.errors import UnsupportedModel
-    from trinity.preprocess.checkpoint import read_config
-    from trinity.stages.models import find_adapter, load_model
-    from trinity.testing.any_text_checkpoint import build_any_text
-
-    try:
-        build_any_text(model_type, folder)
-    except Exception as error:
-        return Row(model_type, REFUSED, f"tiny checkpoint: {shorten(error)}")
-    try:
-        load_model(folder, "PD", dtype="float32")
-    except UnsupportedModel as error:
-        return Row(model_type, REFUSED, shorten(error))
-    return Row(model_type, LISTED if find_adapter(read_config(folder))[1] else CHECKED, "text")
-
-
-def shorten(said: object, most: int = 200) -> str:
-    """Write an error as one line without a pipe or a path of this machine."""
-    text = " ".join(str(said).replace("|", "\\|").replace("<", "&lt;").split())
-    text = " ".join(word for word in text.split(" ") if "/tmp/" not in word)
-    return text if len(text) <= most else text[: most - 1] + "…"
-
-
 def run_bounded(work: Callable[[str, Path], Row], model_type: str) -> Row:
     """Run ``work`` in a child with bounds on its memory and time."""
     with tempfile.TemporaryDirectory() as scratch:
@@ -98,7 +46,7 @@ def run_bounded(work: Callable[[str, Path], Row], model_type: str) -> Row:
         ended = _wait(child)
         if answer.is_file():
             return msgspec.json.decode(answer.read_bytes(), type=Row)
-        return Row(model_type, REFUSED, f"tiny checkpoint: its process ended with {ended} within {MOST_SECONDS} s")
+        return Row(model_type, NOT_SERVED, f"tiny checkpoint: its process ended with {ended} within {MOST_SECONDS} s")
 
 
 def _answer(work: Callable[[str, Path], Row], model_type: str, folder: Path, answer: Path) -> None:
@@ -110,7 +58,7 @@ def _answer(work: Callable[[str, Path], Row], model_type: str, folder: Path, ans
         try:
             row = work(model_type, folder)
         except Exception as error:
-            row = Row(model_type, REFUSED, shorten(f"{type(error).__name__}: {error}"))
+            row = Row(model_type, NOT_SERVED, shorten(f"{type(error).__name__}: {error}"))
         answer.write_bytes(msgspec.json.encode(row))
     finally:
         os._exit(0)
@@ -128,34 +76,6 @@ def _wait(child: int) -> int:
     return os.waitpid(child, 0)[1]
 
 
-def list_work() -> list[tuple[str, Callable[[str, Path], Row]]]:
-    """List all types, multimodal ones first, each with what tries it."""
-    from trinity.testing.any_media_checkpoint import multimodal_types
-    from trinity.testing.any_text_checkpoint import list_causal_types
-
-    media = multimodal_types()
-    return [
-        *((name, try_media) for name in media),
-        *((name, try_text) for name in list_causal_types() if name not in media),
-    ]
-
-
-def count_processors() -> tuple[int, int]:
-    """Count the multimodal types whose image processor loads here, and all of them."""
-    from trinity.testing.any_media_checkpoint import make_image_processor, multimodal_types
-    from trinity.testing.any_media_sizes import TypeSizes
-    from trinity.testing.any_media_types import OWN_SIZES
-
-    loaded = 0
-    for name in multimodal_types():
-        try:
-            make_image_processor(name, OWN_SIZES.get(name, TypeSizes()))
-            loaded += 1
-        except Exception:  # what has none, or asks for more than is here
-            continue
-    return loaded, len(multimodal_types())
-
-
 def write_page(rows: Sequence[Row], media: int, processors: int, version: str) -> str:
     """Write the page: head counts, then the rows of multimodal and of causal types."""
     parts = [_HEAD.format(version=version, processors=processors, media=media)]
@@ -164,7 +84,7 @@ def write_page(rows: Sequence[Row], media: int, processors: int, version: str) -
         serving = counts[LISTED] + counts[CHECKED]
         parts.append(
             f"\n## {title}\n{serving} of {len(part)} serve: {counts[LISTED]} listed, {counts[CHECKED]} by self-check; "
-            f"{counts[REFUSED]} are refused.\n\n| type | | |\n|---|---|---|\n"
+            f"{counts[NOT_SERVED]} are refused.\n\n| type | | |\n|---|---|---|\n"
         )
         parts += [f"| {row.model_type} | {row.outcome} | {row.said} |\n" for row in part]
     return "".join(parts)
@@ -174,7 +94,7 @@ def read_rows(page: str) -> Iterator[Row]:
     """Read the rows of a page back."""
     for line in page.splitlines():
         cells = [cell.strip() for cell in line.replace("\\|", "\0").strip("|").split("|")]
-        if line.startswith("| ") and len(cells) == 3 and cells[1] in (LISTED, CHECKED, REFUSED):
+        if line.startswith("| ") and len(cells) == 3 and cells[1] in (LISTED, CHECKED, NOT_SERVED):
             yield Row(cells[0], cells[1], cells[2].replace("\0", "\\|"))
 
 

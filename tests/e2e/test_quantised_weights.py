@@ -33,7 +33,8 @@ def asked(name: str) -> list[Request]:
 async def serve(name: str, placement: str, **settings: Any) -> list[tuple[int, ...]]:
     """Serve all requests at once, in chunks of at most 23 tokens beside decodes."""
     options = pipeline_options({**SETTINGS, **settings})
-    async with Pipeline(quantised(name), placement, **options) as pipe:
+    model = await asyncio.to_thread(quantised, name)
+    async with Pipeline(model, placement, **options) as pipe:
         outputs = await asyncio.gather(*(pipe.complete(request) for request in asked(name)))
     return [tuple(output.token_ids) for output in outputs]
 

@@ -8,11 +8,12 @@ from pathlib import Path
 import pytest
 
 from tools import model_table
-from tools.model_table import CHECKED, LISTED, REFUSED, Row, read_rows, run_bounded, shorten, write_page
+from tools.model_table import read_rows, run_bounded, write_page
+from trinity.testing.type_trials import CHECKED, LISTED, NOT_SERVED, Row, list_work, shorten
 
 ROWS = [
     Row("glm4v", CHECKED, "image, text"),
-    Row("idefics2", REFUSED, "prompt ids: 87 tokens, and 88 by its own"),
+    Row("idefics2", NOT_SERVED, "prompt ids: 87 tokens, and 88 by its own"),
     Row("llava", LISTED, "image, text"),
     Row("opt", CHECKED, "text"),
 ]
@@ -32,7 +33,7 @@ def test_an_error_becomes_a_cell() -> None:
     assert "/tmp/" not in said
     assert "<" not in said
     assert len(said) == 200
-    (row,) = read_rows(write_page([Row("x", REFUSED, said)], 1, 0, "5"))
+    (row,) = read_rows(write_page([Row("x", NOT_SERVED, said)], 1, 0, "5"))
     assert row.said == said
 
 
@@ -54,12 +55,12 @@ def test_a_type_is_bounded_in_time_and_memory(monkeypatch: pytest.MonkeyPatch) -
     assert "its process ended with" in run_bounded(sleep_long, "slow").said
     monkeypatch.setattr(model_table, "MOST_SECONDS", 60)
     assert "MemoryError" in run_bounded(take_much, "big").said
-    assert run_bounded(fail, "bad") == Row("bad", REFUSED, "ValueError: this type does not work")
+    assert run_bounded(fail, "bad") == Row("bad", NOT_SERVED, "ValueError: this type does not work")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["vipllava", "mistral3", "idefics2", "opt"])
 def test_rows_say_what_is(name: str) -> None:
-    tried = dict(model_table.list_work())[name]
+    tried = dict(list_work())[name]
     row = run_bounded(tried, name)
-    assert row.outcome == (REFUSED if name == "idefics2" else CHECKED)
+    assert row.outcome == (NOT_SERVED if name == "idefics2" else CHECKED)

@@ -40,10 +40,12 @@ def speak(vowels: Sequence[str], each_s: float = 0.16) -> np.ndarray:
     for harmonic in range(1, int(RATE / 2 / _HIGHEST_HZ)):
         voice += _loudness(harmonic * pitch, tracks) / harmonic * np.sin(harmonic * phase)
     fade = np.minimum(1.0, np.minimum(np.arange(count), np.arange(count)[::-1]) / (0.02 * RATE))
-    return (voice / np.abs(voice).max() * _LOUDEST * fade).astype(np.float32)
+    spoken: np.ndarray = (voice / np.abs(voice).max() * _LOUDEST * fade).astype(np.float32)
+    return spoken
 
 
 def _loudness(frequency: np.ndarray, tracks: np.ndarray) -> np.ndarray:
-    """How loud each formant lets a frequency through, summed: [samples]."""
+    """Sum what each formant lets through of a frequency: [samples]."""
     shares = [1 / (1 + ((frequency - track) / width) ** 2) for track, width in zip(tracks, _WIDTHS, strict=True)]
-    return np.sum(shares, axis=0)  # type: ignore[no-any-return]
+    summed: np.ndarray = np.sum(shares, axis=0)
+    return summed

@@ -215,7 +215,7 @@ def _find_logger(name: str) -> Any:
     """Find the logger of the module that a twin is of, so that transformers' own settings hold for it."""
     from transformers.utils import logging
 
-    return logging.get_logger(name.removeprefix(_PRIVATE))  # type: ignore[no-untyped-call]
+    return logging.get_logger(name.removeprefix(_PRIVATE))
 
 
 def _filters() -> dict[str, Any]:

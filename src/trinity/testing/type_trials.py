@@ -1,0 +1,89 @@
+"""Trials of transformers' types: a tiny checkpoint of each is built and loaded as a pipeline does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+
+from trinity.errors import UnsupportedModel
+from trinity.preprocess.checkpoint import read_config
+from trinity.preprocess.model_types import PROVEN
+from trinity.testing.any_media_checkpoint import build_any_media, make_image_processor, multimodal_types
+from trinity.testing.any_media_sizes import TypeSizes
+from trinity.testing.any_media_types import OWN_SIZES
+from trinity.testing.any_text_checkpoint import build_any_text, list_causal_types
+from trinity.testing.checkpoints import ARCHITECTURES, build_checkpoint
+
+LISTED, CHECKED, NOT_SERVED = "serves, listed", "serves by self-check", "refused"
+
+
+class Row(msgspec.Struct, frozen=True):
+    """A row of the table: a type, what comes of it, and in which part a refused one differs."""
+
+    model_type: str
+    outcome: str
+    said: str = ""
+
+
+def try_media(model_type: str, folder: Path) -> Row:
+    """Build a multimodal type and run its proof."""
+    from trinity.stages.proof import prove
+
+    if model_type in PROVEN and model_type in ARCHITECTURES:
+        build_checkpoint(model_type, folder)
+        return Row(model_type, LISTED, "image, text")
+    try:
+        build_any_media(model_type, folder)
+    except Exception as error:
+        return Row(model_type, NOT_SERVED, f"tiny checkpoint: {shorten(error)}")
+    verdict = prove(folder)
+    if verdict.failed is None:
+        return Row(model_type, CHECKED, ", ".join(verdict.serves))
+    return Row(model_type, NOT_SERVED, f"{verdict.failed.name}: {shorten(verdict.failed.said)}")
+
+
+def try_text(model_type: str, folder: Path) -> Row:
+    """Build a causal type and load it, self-check and all."""
+    from trinity.stages.models import find_adapter, load_model
+
+    try:
+        build_any_text(model_type, folder)
+    except Exception as error:
+        return Row(model_type, NOT_SERVED, f"tiny checkpoint: {shorten(error)}")
+    try:
+        load_model(folder, "PD", dtype="float32")
+    except UnsupportedModel as error:
+        return Row(model_type, NOT_SERVED, shorten(error))
+    return Row(model_type, LISTED if find_adapter(read_config(folder))[1] else CHECKED, "text")
+
+
+def shorten(said: object, most: int = 200) -> str:
+    """Write an error as one line without a pipe or a path of this machine."""
+    text = " ".join(str(said).replace("|", "\\|").replace("<", "&lt;").split())
+    text = " ".join(word for word in text.split(" ") if "/tmp/" not in word)
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
+def list_work() -> list[tuple[str, Callable[[str, Path], Row]]]:
+    """List all types, multimodal ones first, each with what tries it."""
+
+    media = multimodal_types()
+    return [
+        *((name, try_media) for name in media),
+        *((name, try_text) for name in list_causal_types() if name not in media),
+    ]
+
+
+def count_processors() -> tuple[int, int]:
+    """Count the multimodal types whose image processor loads here, and all of them."""
+
+    loaded = 0
+    for name in multimodal_types():
+        try:
+            make_image_processor(name, OWN_SIZES.get(name, TypeSizes()))
+            loaded += 1
+        except Exception:  # what has none, or asks for more than is here
+            continue
+    return loaded, len(multimodal_types())
