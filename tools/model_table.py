@@ -1,7 +1,7 @@
 """The table of models: every causal, image-text and multimodal type of transformers, and whether it serves.
 
 ``python tools/model_table.py`` (``make models``) builds a tiny checkpoint of each type in a process of its own, bounded
-in memory and time, runs what loading it runs, and writes docs/models.md. Types as arguments print their rows alone.
+in memory and time, runs what loading it runs, and writes a page below build. Types as arguments print their rows alone.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ import msgspec
 from trinity.testing.type_trials import CHECKED, LISTED, NOT_SERVED, Row, count_processors, list_work, shorten
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = ROOT / "docs" / "models.md"
+PAGE = (ROOT / "build" / "models").with_suffix(".md")
 MOST_SECONDS, MOST_BYTES = 300, 16 << 30  # of one type
 _HEAD = """# Models
 Written by `make models`, which builds a tiny checkpoint of every causal, image-text and multimodal type of
 transformers {version} and loads it as a pipeline does. *Listed*: the tests compare it with `generate()`. *By
-self-check*: it proves itself as it is loaded ([0006](decisions/0006-what-a-model-must-prove.md),
-[0099](decisions/0099-a-proof-for-models-that-nobody-listed.md)). `trinity check MODEL` does so for a checkpoint of
+self-check*: it proves itself as it is loaded ([0006](docs/decisions/0006-what-a-model-must-prove.md),
+[0099](docs/decisions/0099-a-proof-for-models-that-nobody-listed.md)). `trinity check MODEL` does so for a checkpoint of
 yours. A refusal names the part. One that says "tiny checkpoint" is of the table itself: no small model of that type
 could be made here, and yours may serve.
 
@@ -115,6 +115,7 @@ def main(arguments: Sequence[str]) -> int:
         print(f"{name}: {rows[-1].outcome}: {rows[-1].said}", flush=True)
     if not arguments:
         processors, media = count_processors()
+        PAGE.parent.mkdir(exist_ok=True)
         PAGE.write_text(write_page(rows, media, processors, transformers.__version__), encoding="utf-8")
     return 0
 
