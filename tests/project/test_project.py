@@ -97,7 +97,20 @@ def test_direct_dependencies_are_pinned_within_their_bounds() -> None:
 
 
 def test_the_extras_asked_for_are_there() -> None:
-    extras = {"cuda", "nixl", "otel", "plan", "plot", "quantised", "ray", "server", "structured", "ucx", "video"}
+    extras = {
+        "audio",
+        "cuda",
+        "nixl",
+        "otel",
+        "plan",
+        "plot",
+        "quantised",
+        "ray",
+        "server",
+        "structured",
+        "ucx",
+        "video",
+    }
     assert set(PROJECT["project"]["optional-dependencies"]) == extras
     assert set(PROJECT["dependency-groups"]) == {"dev"}
 
@@ -115,7 +128,7 @@ def test_an_extra_installs_what_the_code_imports() -> None:
     for extra, needs in PROJECT["project"]["optional-dependencies"].items():
         for name in (plain(need).removesuffix("-cu13").replace("-", "_") for need in needs):
             module = IMPORTED.get(name, name)
-            pattern = rf"(import|from) {module}\b|(import_module|find_spec)\(\"{module}(_cu13)?[\".]"
+            pattern = rf"(import|from) {module}\b|(_?import|import_module|find_spec)\(\"{module}(_cu13)?[\".]"
             assert re.search(pattern, imported), f"nothing imports {name} of the extra {extra}"
 
 
