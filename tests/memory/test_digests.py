@@ -106,11 +106,11 @@ def test_verify_is_one_of_three() -> None:
 def test_a_connector_of_ones_own_keeps_its_setting() -> None:
     mine = Connector("inproc", verify="always")
     assert make_connector(mine, None, "thread") is mine
-    assert mine.verified == ["image", "kv"]
+    assert mine.verified == ["image", "kv", "state"]
     assert not make_connector(mine, "never", "thread").verified
     assert not make_connector("inproc", None, "thread").verified
     assert make_connector(WrappedTransport(), "always", "thread").verified
-    assert Connector({"image": "inproc", "kv": Connector("inproc", verify="always")}).verified == ["kv"]
+    assert Connector({"image": "inproc", "kv": Connector("inproc", verify="always")}).verified == ["kv", "state"]
 
 
 # ---------------------------------------------------------------- what

@@ -154,7 +154,7 @@ def test_visual_tokens_count_towards_the_context(llava: RequestProcessor) -> Non
     images = llava.context_length // 16
     roomy = RequestProcessor(checkpoint("llava"), limits=MediaLimits(max_images=1000))
     said = refused(roomy, RequestTooLarge, Request("<image>" * images, images=[IMAGE] * images))
-    assert f"images have at least {16 * images} tokens" in said
+    assert f"media have at least {16 * images} tokens" in said
     said = refused(
         roomy, RequestTooLarge, Request("<image>" * (images - 1) + "word " * 20, images=[IMAGE] * (images - 1))
     )

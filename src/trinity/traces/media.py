@@ -33,7 +33,7 @@ class TraceImage(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
         check_fields(self, read_content, "content", optional=True)
 
 
-class TraceVideo(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
+class TraceVideo(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, tag_field="kind", tag="video"):
     """One video of a request; fields are None where unknown.
 
     - ``frames`` (count): that are sampled of it and shown to the model, at most ``MOST_FRAMES``.
@@ -61,7 +61,7 @@ class TraceVideo(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
         check_fields(self, read_content, "content", optional=True)
 
 
-class TraceAudio(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
+class TraceAudio(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, tag_field="kind", tag="audio"):
     """One audio clip of a request; fields are None where unknown.
 
     - ``seconds`` (s): its length.

@@ -317,20 +317,10 @@ def test_layers_and_positions_that_no_paged_batch_can_serve(
         load_model(tmp_path, "P")
 
 
-def test_minicpm_as_shipped_is_refused_for_its_hybrid_text_model(tmp_path: Path) -> None:
-    copy = shutil.copytree(checkpoint("minicpmv4_6"), tmp_path / "copy")
-    text = {**json.loads((copy / "config.json").read_text())["text_config"], "model_type": "qwen3_5_text"}
-    text["layer_types"] = ["linear_attention", "full_attention"]
-    edit_config(copy, text_config=text)
-    for letters in ("P", "E"):
-        with pytest.raises(UnsupportedModel, match=r"'minicpmv4_6' has linear_attention layers.*qwen3_5_text"):
-            load_model(copy, letters)
-
-
 def test_a_multimodal_model_without_an_adapter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delitem(registry._adapters, "llava")
     monkeypatch.setattr(model_types, "registered", set())
-    with pytest.raises(UnsupportedModel, match=r"multimodal 'llava'.*Known: gemma3.*register_adapter"):
+    with pytest.raises(UnsupportedModel, match=r"multimodal 'llava'.*Known: .*gemma3.*register_adapter"):
         load_model(checkpoint("llava"), "P")
     register_adapter("llava", ModelAdapter)
     assert load_model(checkpoint("llava"), "P").multimodal
