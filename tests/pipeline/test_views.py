@@ -92,7 +92,7 @@ def test_a_timeline_is_shown_by_lane() -> None:
 @pytest.mark.parametrize(
     ("shown", "said"),
     [
-        (trinity.Connector({"image": "shm", "kv": "inproc"}), "Connector(image by shm, kv by inproc)"),
+        (trinity.Connector({"image": "shm", "kv": "inproc"}), "Connector(image by shm, kv by inproc, state by inproc)"),
         (
             trinity.HybridPlanner("qwen2-vl-7b", trinity.SLO(2.0, 0.08), device={"H100": 2, "L40S": 1}),
             "HybridPlanner(qwen2-vl-7b on up to 3 of H100 and L40S, objective goodput)",
