@@ -102,7 +102,9 @@ def loading(cuda: LazyCuda, monkeypatch: pytest.MonkeyPatch) -> Seen:
 
     def note(*_: Any, **__: Any) -> Any:
         seen.append(cuda.current_device())
-        return SimpleNamespace(image_shape=lambda *_: None, kv_shape=lambda *_: KV_SHAPE, weight_bytes=0)
+        return SimpleNamespace(
+            image_shape=lambda *_: None, kv_shape=lambda *_: KV_SHAPE, state_shape=lambda: None, weight_bytes=0
+        )
 
     monkeypatch.setattr(models, "load_model", note)
     monkeypatch.setattr(host, "_make_stages", lambda *_: note() and [])
