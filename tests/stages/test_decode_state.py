@@ -67,7 +67,7 @@ class Model:
             return RotaryPositions(None, 0)
 
     @staticmethod
-    def forward(given: RaggedBatch, kv: Tensor, image: Tensor | None, backend: Any) -> Tensor:
+    def forward(given: RaggedBatch, kv: Tensor, image: Tensor | None, backend: Any, states: Any = None) -> Tensor:
         found = logits_of(given.ids, given.position_ids[0], given.rows.blocks, given.rows.offsets)
         return found if given.last is None else found[given.last]
 
