@@ -19,8 +19,9 @@ from trinity.stages.models.generic import GenericAdapter
 from trinity.stages.proof import prove
 
 PARTS = ("processor", "prompt ids", "features", "positions", "attention", "logits", "control")
-# One of each kind: three rotary axes; sizes of images beside pixels, and a processor that asks for torchvision; tiles.
-TYPES = ("qwen3_vl_moe", "mistral3", "aya_vision")
+# One of each kind: three rotary axes; sizes of images beside pixels, and a processor that asks for torchvision; tiles;
+# layers that keep states.
+TYPES = ("qwen3_vl_moe", "mistral3", "aya_vision", "qwen3_5")
 
 
 @pytest.mark.parametrize("name", TYPES)

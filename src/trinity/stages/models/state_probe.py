@@ -34,10 +34,10 @@ def keeps_states(text: Any) -> bool:
 def prepare_states(model: Any, adapter: ModelAdapter) -> None:
     """Have the modules of a text model that keep states, if any, use blocks, and number the layers that attend.
 
-    The model gets ``trinity_states``, its layout. Raises ``UnsupportedModel`` if its states do not go through
-    transformers' cache, or one module both keeps states and attends.
+    The model gets ``trinity_states``, its layout; one that has it is left as it is. Raises ``UnsupportedModel`` if its
+    states do not go through transformers' cache, or one module both keeps states and attends.
     """
-    if not keeps_states(adapter.text_config):
+    if not keeps_states(adapter.text_config) or getattr(model, "trinity_states", None) is not None:
         return
     found = _probe(adapter.language(model))
     named = f"{adapter.config.model_type!r} (text model {adapter.text_config.model_type!r})"

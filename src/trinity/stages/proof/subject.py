@@ -15,6 +15,7 @@ from trinity.preprocess.verdicts import MediaFacts
 from trinity.stages.models.base import HEAD_FIELDS, ModelAdapter
 from trinity.stages.models.loader import quiet
 from trinity.stages.models.partial_models import find_model_class
+from trinity.stages.models.states import StateLayout
 from trinity.stages.proof.prompts import ProofPrompt
 from trinity.stages.proof.reference import Expected, Reference
 
@@ -147,6 +148,14 @@ class Subject:
         except Exception as error:
             said = f"its own generate() fails on the prompt with {prompt.name} ({type(error).__name__}: {error!s:.300})"
             raise Differs("model's own route", said) from error
+
+    def run_one_by_one(self) -> bool:
+        """Have chunks that go on from earlier states run token by token; False if they do, or there are no states."""
+        states: StateLayout | None = getattr(self.model, "trinity_states", None)
+        if states is None or states.one_by_one:
+            return False
+        states.one_by_one = True
+        return True
 
     def guess_facts(self, expected: Expected) -> MediaFacts:
         """Derive facts from the structure and from a prompt with one image."""

@@ -23,6 +23,7 @@ from trinity.stages.language import LanguageStage
 from trinity.stages.models.checks import refuse_layers, set_attention
 from trinity.stages.models.generic import GenericAdapter
 from trinity.stages.models.loaded_model import LoadedModel
+from trinity.stages.models.state_probe import prepare_states
 from trinity.stages.proof.prompts import ProofPrompt
 from trinity.stages.proof.reference import PROOF_OUTPUTS, raw_text
 
@@ -51,6 +52,7 @@ class TriedModel:
             self.processor = RequestProcessor(directory, ignore_generation_config=True)
         self.adapter: GenericAdapter = make_adapter(model.config, facts)
         refuse_layers(self.adapter)
+        prepare_states(model, self.adapter)
         self.loaded = LoadedModel(
             *(directory, "EPD", model.config, self.adapter, torch.float32, torch.device("cpu"), ""),
             vision=model,
@@ -104,16 +106,28 @@ class TriedModel:
         """Prefill in chunks of ``chunk`` rows (None: in one), decode, and note the logits."""
         memory, blocks = self.encode(made)
         kv = BlockMemory(self.loaded.kv_shape(), -(-(len(made.work.prompt) + PROOF_OUTPUTS) // 16))
-        logits: list[Tensor] = []
+        states, logits = self._open_states(), list[Tensor]()
         with self._paged():
             stage = LanguageStage(
-                self.loaded, kv, memory, observe=lambda request, index, scores: logits.append(scores.clone())
+                *(self.loaded, kv, memory),
+                observe=lambda request, index, scores: logits.append(scores.clone()),
+                states=states,
             )
             table = tuple(reversed(range(kv.blocks)))
-            stage.open(Open(work=made.work, blocks=table, images=tuple(blocks)))
+            held = () if states is None else (states.blocks - 1,)
+            stage.open(Open(work=made.work, blocks=table, images=tuple(blocks), state=held))
             tokens = self._steps(stage, made, chunk or len(made.work.prompt))
             stage.close(made.work.request)
         return Found(tokens, torch.stack(logits).float())
+
+    def _open_states(self) -> BlockMemory | None:
+        """Make blocks of states for a model whose layers keep some, which begin with what is not its own."""
+        shape = self.loaded.state_shape()
+        if shape is None:
+            return None
+        memory = BlockMemory(shape, 2)
+        memory.tensor.fill_(7)
+        return memory
 
     def _steps(self, stage: LanguageStage, made: ProcessedRequest, chunk: int) -> list[int]:
         name, end, start, tokens = made.work.request, len(made.work.prompt), 0, list[int]()

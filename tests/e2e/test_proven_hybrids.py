@@ -1,0 +1,138 @@
+"""Multimodal hybrids, after their proof: images and states migrate, tokens and logits are those of ``generate()``."""
+
+from __future__ import annotations
+
+import asyncio
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from support.checkpoint_files import checkpoint
+from support.pipeline_options import pipeline_options
+from trinity.core.scheduler import BatchRules
+from trinity.memory.block_memory import BlockMemory
+from trinity.pipeline import Pipeline
+from trinity.preprocess.verdicts import find_verdict
+from trinity.request import Request, Sampling
+from trinity.stages.proof import prove
+from trinity.testing.oracle import Oracle, OracleAnswer
+
+OUTPUTS = 16
+SIZES = ((90, 70), (64, 120), (150, 66))
+QUICK = ("qwen3_5", "1E1P1D")
+TYPES = ("qwen3_5", "qwen3_5_moe", "lfm3_vl")
+PLACEMENTS = ("1E1P1D", "1EP1D", "1ED1P", "EPD")
+POOLS = {"image": 16, "kv": 256, "state": 3}
+SETTINGS: dict[str, Any] = {"dtype": "float32", "pools": POOLS, "rules": BatchRules(token_budget=23)}
+Found = dict[str, tuple[list[int], torch.Tensor]]
+
+
+def proven(name: str) -> Path:
+    directory = checkpoint(f"any-{name}")
+    if find_verdict(directory) is None:
+        assert prove(directory).failed is None
+    return directory
+
+
+def picture(seed: int, size: tuple[int, int]) -> Image.Image:
+    coarse = np.random.default_rng(seed).integers(0, 255, (5, 7, 3), dtype=np.uint8)
+    return Image.fromarray(coarse).resize(size)
+
+
+def ask(name: str, images: int, seed: int = 0) -> Request:
+    """A chat of so many images over two turns, the last of them late, so that its tokens show in the next."""
+    first = [{"type": "image"}, {"type": "text", "text": "picture"}] * (images - 1)
+    last = [{"type": "text", "text": "Which is red?"}, *[{"type": "image"}] * min(images, 1)]
+    talk = ("user", [*first, {"type": "text", "text": "Look."}]), ("assistant", [{"type": "text", "text": "A boat."}])
+    return Request(
+        messages=[{"role": role, "content": content} for role, content in (*talk, ("user", last))],
+        images=[picture(seed + number, SIZES[number]) for number in range(images)],
+        max_tokens=OUTPUTS,
+        request_id=name,
+        sampling=Sampling(ignore_eos=True),
+    )
+
+
+REQUESTS = [ask("one", 1), ask("three", 3, 40), ask("other", 1, 30), ask("text", 0)]
+
+
+def zero_states(pipe: Pipeline) -> None:
+    """Have each state that migrates arrive as zeros."""
+    connector, own = pipe.connector, pipe.connector.pull
+
+    async def pull(instance: str, asked: Any) -> Any:
+        answer = await own(instance, asked)
+        if asked.kind == "state":
+            memory: BlockMemory = connector._memories[instance, "state"]
+            memory.tensor[list(asked.target_blocks)] = 0
+        return answer
+
+    connector.pull = pull  # type: ignore[assignment,method-assign]
+
+
+def serve(directory: Path, placement: str, zeroed: bool = False) -> tuple[Found, set[str]]:
+    """Serve the requests at once: tokens and logits [outputs, vocabulary] by request, and the kinds that moved."""
+    seen: dict[Any, torch.Tensor] = {}
+
+    def observe(request: str, index: int, logits: torch.Tensor) -> None:
+        seen[request, index] = logits.float().clone()
+
+    async def main() -> list[Any]:
+        async with Pipeline(directory, placement, observe=observe, **pipeline_options(SETTINGS)) as pipe:
+            if zeroed:
+                zero_states(pipe)
+            return await asyncio.gather(*(pipe.complete(request) for request in REQUESTS))
+
+    outputs = asyncio.run(main())
+    logits = {each.request_id: torch.stack([seen[each.request_id, at] for at in range(OUTPUTS)]) for each in outputs}
+    moved = {record["kind"] for each in outputs for record in each.transfers if record["outcome"] == "pulled"}
+    return {each.request_id: (list(each.token_ids), logits[each.request_id]) for each in outputs}, moved
+
+
+def list_differing(found: Found, wanted: dict[str, OracleAnswer]) -> list[str]:
+    """List the requests whose tokens or logits are not the model's own."""
+
+    def agrees(name: str, own: OracleAnswer) -> bool:
+        tokens, logits = found[name]
+        return tokens == own.token_ids and bool((logits - own.logits).abs().max() < 1e-4 * own.logits.abs().max())
+
+    return [name for name, own in wanted.items() if not agrees(name, own)]
+
+
+@cache
+def answer(directory: Path) -> dict[str, OracleAnswer]:
+    oracle = Oracle(directory)
+    return {request.request_id: oracle.answer(request) for request in REQUESTS}
+
+
+MOVED = {"1E1P1D": {"image", "kv", "state"}, "1EP1D": {"kv", "state"}, "1ED1P": {"image", "kv", "state"}, "EPD": set()}
+
+
+def mark(name: str, placement: str) -> Any:
+    return pytest.param(name, placement, marks=() if (name, placement) == QUICK else pytest.mark.slow)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("name", "placement"), [mark(name, each) for name in TYPES for each in PLACEMENTS])
+def test_a_hybrid_with_images_is_served_exactly(name: str, placement: str) -> None:
+    directory = proven(name)
+    wanted, (found, moved) = answer(directory), serve(directory, placement)
+    assert list_differing(found, wanted) == []
+    assert moved == MOVED[placement]
+    assert wanted["one"].token_ids != wanted["other"].token_ids, "another image gives other tokens"
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=() if each == QUICK[0] else pytest.mark.slow) for each in TYPES]
+)
+def test_the_control_zeroed_states_change_the_tokens(name: str) -> None:
+    directory = proven(name)
+    wanted, (found, _) = answer(directory), serve(directory, "1E1P1D", zeroed=True)
+    changed = [each for each, own in wanted.items() if found[each][0] != own.token_ids]
+    assert changed == list(wanted)
