@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from support.checkpoint_files import checkpoint
 from support.image_reader import image_reader
 from support.pipeline_driver import GOOD, ONE, TEXT, all_tokens, good_ones, nothing_left, picture, serving
+from support.thinned import in_turns, rarely
 from trinity.core.frontend import End, FrontendCore
 from trinity.core.messages import PeerUp, Sampled, Step, Submit, Work
 from trinity.errors import RequestError, StageError, describe_error, own_errors
@@ -123,8 +124,13 @@ async def test_the_tokenizer_answers_nonsense(monkeypatch: pytest.MonkeyPatch) -
         await good_ones(pipe)
 
 
-@errors
-@pytest.mark.parametrize("method", ["__init__", "push", "finish"])
+@pytest.mark.parametrize(
+    ("error", "method"),
+    [
+        pytest.param(error, method, marks=rarely(often), id=f"{type(error).__name__}-{method}")
+        for error, method, often in in_turns(FOREIGN, ("__init__", "push", "finish"), 3)
+    ],
+)
 async def test_the_detokenizer_raises(error: BaseException, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Token by token, and for those that nobody reads one by one."""
     async with serving("EP+D") as pipe:
@@ -189,9 +195,12 @@ class Policy:
         return peers[0]
 
 
-@pytest.mark.parametrize("letter", ["E", "P", "D"])
 @pytest.mark.parametrize(
-    "answer", [*FOREIGN, None, "P0", PeerUp("stranger", "EPD")], ids=lambda each: type(each).__name__
+    ("answer", "letter"),
+    [
+        pytest.param(answer, letter, marks=rarely(often), id=f"{type(answer).__name__}-{letter}")
+        for answer, letter, often in in_turns([*FOREIGN, None, "P0", PeerUp("stranger", "EPD")], "EPD", 3)
+    ],
 )
 async def test_a_routing_policy_fails(answer: Any, letter: str) -> None:
     """On the front end (E) and on instances (P, D)."""

@@ -14,6 +14,7 @@ import pytest
 from support.other_rules import is_noticed
 from support.poisoned import CALM, Poison, calm_cluster, poisoned_cluster
 from support.reader_checks import TYPED, check_readers
+from support.thinned import thinned
 from trinity.core.failure_policy import FailurePolicy
 from trinity.core.frontend import FrontendCore
 from trinity.core.frontend_request import FrontendRequest, Life
@@ -88,7 +89,7 @@ def test_an_instance_that_it_was_called_back_from_counts_when_it_dies() -> None:
     assert play(calm_cluster(210, EARLY))["fourth"] == 0
 
 
-@pytest.mark.parametrize("placement", CALM)
+@pytest.mark.parametrize("placement", thinned(CALM, CALM[::2].__contains__))
 def test_poison_under_each_placement(placement: str) -> None:
     seen = count(range(900, 920), lambda seed: calm_cluster(seed, DEFAULT, placement))
     assert {kind for kind in seen if kind.startswith("other")} <= {"other length", "other stop"}

@@ -14,6 +14,7 @@ from support.checkpoint_files import checkpoint
 from support.paths import PHOTOS
 from support.recordings import TEXT_ONLY, oracle, problems, serve
 from support.stage_driver import picture
+from support.thinned import FEW, rarely
 from trinity.core.scheduler import BatchRules
 from trinity.request import Request, Sampling
 from trinity.testing.checkpoints import ARCHITECTURES
@@ -65,7 +66,10 @@ def _same_settings(name: str, request: Request) -> Request:
     return Request(request.prompt, images=request.images, max_tokens=OUTPUTS, sampling=sampling, request_id=name)
 
 
-@pytest.mark.parametrize("name", [pytest.param(each, marks=pytest.mark.xdist_group(each)) for each in ARCHITECTURES])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(each, marks=[pytest.mark.xdist_group(each), *rarely(each in FEW)]) for each in ARCHITECTURES],
+)
 def test_chats_are_answered_as_transformers_answers_them(name: str) -> None:
     asked = _requests(name)
     answers: dict[str, OracleAnswer] = {each.request_id: oracle(name).answer(each) for each in asked}

@@ -9,6 +9,7 @@ import pytest
 from support.checkpoint_files import checkpoint
 from support.recordings import MULTIMODAL, WHOLE_MEDIA, copy_of, oracle, problems, serve
 from support.request_cases import BLOCK, BUDGET, ask, blue, processor_of, red
+from support.thinned import in_turns, rarely
 from trinity.core.scheduler import BatchRules
 from trinity.request import Request
 from trinity.testing.oracle import OracleAnswer
@@ -33,8 +34,13 @@ def _answers(architecture: str) -> dict[str, OracleAnswer]:
     return {request.request_id: oracle(architecture).answer(request) for request in _edges()}
 
 
-@pytest.mark.parametrize("architecture", _of(MULTIMODAL))
-@pytest.mark.parametrize("method", ["E+P+D", pytest.param("EPD", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("architecture", "method"),
+    [
+        pytest.param(name, method, marks=[pytest.mark.xdist_group(name), *rarely(often)])
+        for name, method, often in in_turns(MULTIMODAL, ("E+P+D", "EPD", "ED+P"), 3)
+    ],
+)
 def test_images_anywhere_and_any_number_of_times(architecture: str, method: str) -> None:
     """All of them, then all of them again from the caches."""
     expected = _answers(architecture)

@@ -14,6 +14,7 @@ from support.pipeline_options import pipeline_options
 from support.recordings import oracle, problems, serve
 from support.request_cases import ask
 from support.running_instances import PHOTOS
+from support.thinned import in_turns, rarely
 from trinity.core.messages import Helped, Submit
 from trinity.core.scheduler import BatchRules
 from trinity.pipeline import Pipeline
@@ -41,8 +42,13 @@ def from_others(output: Output) -> int:
     return sum(record["outcome"] == "store" for record in output.transfers)
 
 
-@pytest.mark.parametrize("placement", ["1E1P1D", "2E1PD", "3E1P1D", "4E2P1D"])
-@pytest.mark.parametrize("architecture", [pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in FAMILIES])
+@pytest.mark.parametrize(
+    ("architecture", "placement"),
+    [
+        pytest.param(name, placement, marks=[pytest.mark.xdist_group(name), *rarely(often)])
+        for name, placement, often in in_turns(FAMILIES, ("1E1P1D", "2E1PD", "3E1P1D", "4E2P1D"), 4)
+    ],
+)
 def test_tokens_and_logits_are_those_of_generate(architecture: str, placement: str) -> None:
     answers(architecture)  # outside of the pipeline's event loop
     pools = {"image": 160, "kv": 256}

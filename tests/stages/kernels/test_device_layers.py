@@ -212,7 +212,7 @@ def test_tokens_and_logits_are_the_same(backend: Any) -> None:
     assert all((ours.seen[at] - plain.seen[at]).abs().max() < 1e-4 for at in plain.seen)
 
 
-@pytest.mark.parametrize("name", ["llava", "qwen2_vl"])
+@pytest.mark.parametrize("name", [pytest.param("llava", marks=pytest.mark.slow), "qwen2_vl"])
 def test_a_request_with_images_equals_generate(name: str) -> None:
     """One stage in chunks of 40 tokens, beside transformers' own ``generate()``; M-RoPE's three axes too."""
     driver = Driver(name, split=False, chunk=40)
