@@ -7,8 +7,8 @@ PIP := $(PY) -m pip install --quiet --quiet --disable-pip-version-check -c const
 # One thread per process: on a busy machine two cost ten times as long.
 ONE_THREAD := OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false
 QUIET_CPU := $(ONE_THREAD) CUDA_VISIBLE_DEVICES= HF_HUB_OFFLINE=1
-# Three of them keep two cores busy: tests that start processes wait for these.
-PYTEST := $(QUIET_CPU) $(PY) -m pytest -q -n 3 --dist loadgroup
+# Four of them keep two cores busy: tests that start processes wait for these.
+PYTEST := $(QUIET_CPU) $(PY) -m pytest -q -n 4 --dist loadgroup
 
 # A virtual environment that is broken, or that belongs to another checkout, is set up anew.
 ifneq ($(shell test -x $(PY) && $(PY) -c 'import os, trinity; print(os.path.samefile(trinity.__path__[0], "src/trinity"))' 2>&1),True)

@@ -1,6 +1,7 @@
 """Serve a video clip and a spoken sentence under several methods, and compare every token with ``generate()``.
 
-python examples/demo_media.py          drawn frames and a synthesised voice, over every transport that runs here
+python examples/demo_media.py               drawn frames and a synthesised voice, over every transport that runs here
+python examples/demo_media.py --over shm    processes over this transport alone
 
 The models are small and random, of Qwen2-VL's and Qwen2-Audio's architecture: their words mean nothing. What is shown
 is that media move between instances as they should: the tokens are those of the model's own ``generate()``, and another
@@ -90,24 +91,24 @@ async def serve(model: Path, method: str, case: Case, **settings: object) -> lis
         return list(await asyncio.gather(pipe.complete(case.asked), pipe.complete(case.control)))
 
 
-async def serve_everywhere(model: Path, case: Case) -> dict[str, list[trinity.Output]]:
+async def serve_everywhere(model: Path, case: Case, schemes: Sequence[str]) -> dict[str, list[trinity.Output]]:
     """Serve it by every method in threads, and with each instance in a process of its own over each transport."""
     served = {method: await serve(model, method, case) for method in METHODS}
     async with kept_launcher():
-        for scheme in SCHEMES:
+        for scheme in schemes:
             settings = {"hosting": "process", "connector": scheme}
             served[f"E+P+D@{scheme}"] = await serve(model, "E+P+D", case, **settings)
     return served
 
 
-async def show(case: Case, folder: Path) -> bool:
+async def show(case: Case, folder: Path, schemes: Sequence[str]) -> bool:
     """Print what was served; True if every token is that of generate(), and the control has others."""
     model = await asyncio.to_thread(build_checkpoint, case.architecture, folder / case.architecture)
     oracle = await asyncio.to_thread(Oracle, model)
     wanted = [await asyncio.to_thread(oracle.generate, each) for each in (case.asked, case.control)]
     print(f"\n{case.title}, to a random model of type {case.architecture}: its own generate(), then trinity.")
     same = True
-    for method, outputs in (await serve_everywhere(model, case)).items():
+    for method, outputs in (await serve_everywhere(model, case, schemes)).items():
         equal = sum(output.token_ids == ids for output, ids in zip(outputs, wanted, strict=True))
         moved = sum(record["bytes"] for output in outputs for record in output.transfers) / 2**20
         prompt = f"{outputs[0].prompt_tokens} prompt tokens, {outputs[0].media_tokens} of them media"
@@ -118,18 +119,20 @@ async def show(case: Case, folder: Path) -> bool:
     return same and differs
 
 
-async def run(cases: Sequence[Case]) -> bool:
+async def run(cases: Sequence[Case], schemes: Sequence[str]) -> bool:
     with tempfile.TemporaryDirectory() as folder:
-        return all([await show(case, Path(folder)) for case in cases])
+        return all([await show(case, Path(folder), schemes) for case in cases])
 
 
 def main() -> None:
-    argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--over", nargs="*", choices=SCHEMES, default=SCHEMES, help="transports between processes")
+    schemes = parser.parse_args().over
     from transformers.utils import logging
 
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    equal = asyncio.run(run([clip_case(), speech_case()]))
+    equal = asyncio.run(run([clip_case(), speech_case()], schemes))
     print("\nEvery token equals generate()." if equal else "\nTOKENS DIFFER, or the media were not seen.")
     raise SystemExit(0 if equal else 1)
 

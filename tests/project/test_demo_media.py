@@ -22,10 +22,11 @@ ROW = re.compile(
 
 
 @pytest.mark.timeout(600)  # ten times what it takes
-def test_as_a_newcomer_runs_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize("over", [["shm"], pytest.param([], id="all", marks=pytest.mark.slow)], ids=" ".join)
+def test_as_a_newcomer_runs_it(over: list[str], tmp_path: Path) -> None:
     environment = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
     run = subprocess.run(
-        [sys.executable, demo_media.__file__],
+        [sys.executable, demo_media.__file__, *(["--over", *over] if over else [])],
         cwd=tmp_path,
         env={**environment, "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"},
         capture_output=True,
@@ -36,7 +37,7 @@ def test_as_a_newcomer_runs_it(tmp_path: Path) -> None:
     assert run.stderr == "", "a newcomer wonders about every line here"
     assert run.stdout.endswith("Every token equals generate().\n")
     assert run.stdout.count("Another one in its place gives other tokens.") == 2
-    methods = [*demo_media.METHODS, *(f"E+P+D@{scheme}" for scheme in demo_media.SCHEMES)]
+    methods = [*demo_media.METHODS, *(f"E+P+D@{scheme}" for scheme in over or demo_media.SCHEMES)]
     rows = ROW.findall(run.stdout)
     assert [row[0] for row in rows] == methods * 2
     for method, prompt, media, moved, equal in rows:
@@ -47,10 +48,9 @@ def test_as_a_newcomer_runs_it(tmp_path: Path) -> None:
 
 def test_a_control_that_changes_nothing_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(demo_media, "METHODS", ("EPD",))
-    monkeypatch.setattr(demo_media, "SCHEMES", ())
     case = demo_media.clip_case()
     assert not asyncio.run(
-        demo_media.show(case._replace(control=msgspec.structs.replace(case.asked, request_id="again")), tmp_path)
+        demo_media.show(case._replace(control=msgspec.structs.replace(case.asked, request_id="again")), tmp_path, ())
     )
 
 
