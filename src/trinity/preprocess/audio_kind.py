@@ -11,9 +11,9 @@ import numpy as np
 
 from trinity.errors import ConfigError, UnsupportedModel
 from trinity.preprocess.audio import BYTES_LIMIT, audio_digest, make_plain_audio, read_audio
+from trinity.preprocess.image_calls import TEXT_KEYS
 from trinity.preprocess.image_kind import reserved_tokens
 from trinity.preprocess.loader import LoadedProcessor
-from trinity.preprocess.media_items import TEXT_KEYS
 from trinity.preprocess.media_kinds import MediaItem, MediaKind, ModelFiles, Placeholder
 from trinity.preprocess.media_limits import Estimate, MediaBudget, MediaLimits, MediaProblem
 from trinity.preprocess.model_types import explain_how_to_add

@@ -56,7 +56,7 @@ class ImageKind(MediaKind):
             )
         make_channels_contiguous(images)
         guard_resizes(images, files.last_call)
-        marker = IMAGE_TEXT.get(config.model_type, ImageText()).marker.format(token=token)
+        marker = files.image_marker or IMAGE_TEXT.get(config.model_type, ImageText()).marker.format(token=token)
         return Placeholder(token=token, marker=marker, reserved=reserved_tokens(files))
 
     def open_reader(self, loaded: LoadedProcessor, limits: MediaLimits) -> ImageReader:

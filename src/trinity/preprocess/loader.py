@@ -97,8 +97,8 @@ class LoadedProcessor(msgspec.Struct, frozen=True):
 
     - ``config``, ``tokenizer``: as transformers loads them.
     - ``processor``: the model's own; None for a text-only model.
-    - ``last_call``: of this thread: ``text`` is what the processor passed to its tokenizer last, ``pixels`` is what its
-      resizes may still make.
+    - ``last_call``: of this thread: ``text`` is what the processor passed to its tokenizer last, ``special`` if special
+      tokens were to be added, ``pixels`` is what its resizes may still make.
     - ``eos_ids``: token ids that end an output.
     - ``placeholders``: by kind of media.
     - ``media_token_ids``: ids of the prompt's rows that features replace.
@@ -158,8 +158,8 @@ def load_tokenizer_and_processor(
         placeholders, text, media_ids = {}, ImageText(), frozenset[int]()
     else:
         text = IMAGE_TEXT.get(config.model_type, ImageText()) if facts is None else ImageText(atomic=facts.whole_media)
-        image = "" if facts is None else facts.image_token
-        placeholders = _find_placeholders(ModelFiles(config, tokenizer, processor, last_call, media_ids, image))
+        markup = ("", "") if facts is None else (facts.image_token, facts.image_marker)
+        placeholders = _find_placeholders(ModelFiles(config, tokenizer, processor, last_call, media_ids, *markup))
     return LoadedProcessor(
         config=config,
         tokenizer=tokenizer,
@@ -188,6 +188,7 @@ def record_texts(tokenizer: Any, last_call: threading.local) -> Any:
     class RecordingTokenizer(type(tokenizer)):  # type: ignore[misc]
         def __call__(self, text: Any = None, *args: Any, **kwargs: Any) -> Any:
             last_call.text = text if isinstance(text, str) else text[0]
+            last_call.special = bool(kwargs.get("add_special_tokens", True))
             key = repr((text, args, sorted(kwargs.items())))
             answer = known.get(key)
             if answer is None:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from trinity.errors import ConfigError, UnsupportedModel
+from trinity.preprocess.image_calls import ImageCalls, Made
 from trinity.preprocess.image_sizes import count_bytes, predict_pixels
 from trinity.preprocess.loader import LoadedProcessor
 from trinity.preprocess.media import image_digest, size_of
@@ -25,16 +25,13 @@ if TYPE_CHECKING:
 
     from trinity.preprocess.media import Picture
 
-TEXT_KEYS = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets"}
 _POSITION_KEYS = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
 _SIDES = (28, 56, 84, 112, 168, 224, 336, 448, 672, 896, 1344, 1792)  # of synthetic images, in pixels
 _DEFAULT_SIDE = 336
 _PROBE_SIZE = (640, 448)  # width, height of the image that tells if company matters: large and not square
+_FORM_SIZE = (224, 168)  # of the image on which the form of a call is tried
 _FILLER_SIDE = 56
 _EVERY_NUMBER = 1 << 30
-
-
-_Made = tuple[str, list[int], dict[str, Any]]  # expanded text, its ids, inputs of the encoder by name
 
 
 class ItemReader:
@@ -54,6 +51,11 @@ class ItemReader:
         self.fingerprint = _fingerprint(loaded.processor) if loaded.processor is not None else ""
         self._fillers: dict[int, str] = {}  # expansion of the small image, by the number of images in the prompt
         self._most_told = 1 if loaded.processor is None else self._find_most_told()
+
+    @property
+    def adds_special(self) -> bool:
+        """Tell if the processor has special tokens added to a prompt; so does the tokenizer of a text-only model."""
+        return self._loaded.processor is None or self._calls.special
 
     def estimate(self, width: int, height: int, among: int = 1) -> Estimate:
         """Compute what the processor will make of an image of this size, from its settings alone.
@@ -88,18 +90,12 @@ class ItemReader:
                 "the model's processor makes no visual token of it: it is too small, give a larger image"
             )
         content = f"{image_digest(image)}-{self.fingerprint}" + (f"-{company}" if company > 1 else "")
-        return MediaItem("image", text, tokens, inputs, content, _position_inputs(inputs), *size_of(image))
+        expansion = self._calls.strip(text)
+        return MediaItem("image", expansion, tokens, inputs, content, _position_inputs(inputs), *size_of(image))
 
-    def _call(self, images: Sequence[Picture]) -> _Made:
-        """Run the processor on the images of one prompt, as a chat gives them: its text, ids and encoder inputs."""
-        token = self._loaded.placeholders["image"].token
-        output = dict(self._loaded.processor(images=[list(images)], text=token * len(images), return_tensors="pt"))
-        inputs = {name: value for name, value in output.items() if name not in TEXT_KEYS}
-        return self._loaded.last_call.text, output["input_ids"][0].tolist(), inputs
-
-    def _call_in_company(self, image: Picture, company: int) -> _Made:
+    def _call_in_company(self, image: Picture, company: int) -> Made:
         """Run the processor on an image beside ``company - 1`` small ones, and keep what is the image's own."""
-        text, ids, inputs = self._call([image, *[_gradient(_FILLER_SIDE)] * (company - 1)])
+        text, ids, inputs = self._calls.call([image, *[_gradient(_FILLER_SIDE)] * (company - 1)])
         if company == 1:
             return text, ids, inputs
         own = _cut_end(text, self._filler_text(company) * (company - 1))
@@ -108,7 +104,7 @@ class ItemReader:
 
     def _filler_text(self, company: int) -> str:
         if company not in self._fillers:
-            text, _, _ = self._call([_gradient(_FILLER_SIDE)] * company)
+            text, _, _ = self._calls.call([_gradient(_FILLER_SIDE)] * company)
             self._fillers[company] = text[: len(text) // company]
         return self._fillers[company]
 
@@ -120,18 +116,19 @@ class ItemReader:
         """
         image = _gradient(*_PROBE_SIZE)
         try:
-            alone, two, three = (self._call([image] * count) for count in (1, 2, 3))
+            self._calls = ImageCalls(self._loaded, _gradient(*_FORM_SIZE))
+            alone, two, three = (self._calls.call([image] * count) for count in (1, 2, 3))
         except Exception as exc:
             kind = self._loaded.config.model_type
             raise UnsupportedModel(f"the processor of model type {kind!r} fails on an image ({exc!r:.200})") from exc
         if self._are_copies(two, alone, 2):
             return 1
-        pair: _Made = (two[0][: len(two[0]) // 2], [], {name: _first_of(value, 2) for name, value in two[2].items()})
+        pair: Made = (two[0][: len(two[0]) // 2], [], {name: _first_of(value, 2) for name, value in two[2].items()})
         if self._are_copies(three, pair, 3):
             return 2
         return _EVERY_NUMBER
 
-    def _are_copies(self, joint: _Made, one: _Made, count: int) -> bool:
+    def _are_copies(self, joint: Made, one: Made, count: int) -> bool:
         text = "".join(self.number_expansion(one[0], index) for index in range(count))
         return joint[0] == text and all(_is_repeated(value, one[2][name], count) for name, value in joint[2].items())
 

@@ -73,6 +73,7 @@ class ModelFiles(msgspec.Struct, frozen=True):
     - ``last_call``: as in ``LoadedProcessor``.
     - ``media_ids``: ids of the prompt's rows that features replace.
     - ``image_token`` (""): text of an image, where a proof found it; "" leaves it to the processor.
+    - ``image_marker`` (""): the same with what must stand around it, where a proof found it; "" is the type's own.
     """
 
     config: Any
@@ -81,6 +82,7 @@ class ModelFiles(msgspec.Struct, frozen=True):
     last_call: threading.local
     media_ids: frozenset[int]
     image_token: str = ""
+    image_marker: str = ""
 
 
 class KindReader(Protocol):

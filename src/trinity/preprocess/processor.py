@@ -129,7 +129,7 @@ class RequestProcessor:
         self.context_length: int = _context_length(config, self._loaded.tokenizer)
         self.vocabulary: int | None = getattr(config.get_text_config(), "vocab_size", None)
         self.defaults = load_generation_defaults(Path(model_dir), self.vocabulary, ignore_generation_config)
-        self._prompt_tokenizer = PromptTokenizer(self._loaded, self.vocabulary)
+        self._prompt_tokenizer = PromptTokenizer(self._loaded, self.vocabulary, self._readers.get("image"))
         self._prompt_reader = PromptReader(self._loaded)
         self.tokenizer: Any = self._loaded.tokenizer
         self.eos_ids: frozenset[int] = self._loaded.eos_ids

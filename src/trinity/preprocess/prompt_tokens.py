@@ -17,10 +17,12 @@ class PromptTokenizer:
 
     - ``loaded``: the processor.
     - ``vocabulary`` (tokens): rows of the model's embedding, None if its config does not say.
+    - ``reader`` (None): of images; its ``adds_special`` tells if the processor adds special tokens to a prompt.
     """
 
-    def __init__(self, loaded: LoadedProcessor, vocabulary: int | None) -> None:
+    def __init__(self, loaded: LoadedProcessor, vocabulary: int | None, reader: Any = None) -> None:
         self._loaded, self._vocabulary = loaded, vocabulary
+        self._special: bool = getattr(reader, "adds_special", True)
         self._tokenizer: Any = loaded.tokenizer
 
     def tokenize(self, text: PromptText, expansions: Sequence[str]) -> tuple[int, ...]:
@@ -39,8 +41,8 @@ class PromptTokenizer:
 
     def _needs_special(self, text: str, rendered: bool) -> bool:
         """Decide as transformers does: a chat template may have written the first special token itself."""
-        if not rendered:
-            return True
+        if not rendered or not self._special:
+            return self._special
         first = self._tokenizer.bos_token
         return self._loaded.processor is not None and not (first is not None and text.startswith(first))
 

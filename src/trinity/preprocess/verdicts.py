@@ -36,6 +36,7 @@ class MediaFacts(msgspec.Struct, frozen=True, kw_only=True):
 
     - ``language`` ("language_model"): name of the text model within the model's base.
     - ``image_token_id``, ``image_token``: placeholder of images, as an id and as text.
+    - ``image_marker`` (""): the placeholder with the tokens that must stand around it; "" where none must.
     - ``whole_media`` (False): tokens of one image see each other in both directions.
     - ``joined`` (False): items of equal shapes may be encoded as one batch.
     - ``head`` ("config"): whose factors the output head applies: those of the "config", of its "text" part, or "none".
@@ -45,6 +46,7 @@ class MediaFacts(msgspec.Struct, frozen=True, kw_only=True):
     language: str = "language_model"
     image_token_id: int = -1
     image_token: str = ""
+    image_marker: str = ""
     whole_media: bool = False
     joined: bool = False
     head: str = "config"

@@ -74,7 +74,7 @@ NO_DECODES = Decodes(_empty(), _empty(), _empty(), np.empty((0, 0), dtype=np.int
 class RaggedBatch:
     """Arguments of a model's forward over T tokens.
 
-    - ``ids``, ``position_ids``: [T] and [1, T], or [3, 1, T] with three rotary axes.
+    - ``ids``, ``position_ids``: [T] and [1, T], or [axes, 1, T] with several rotary axes.
     - ``rows``: cache places of the rows.
     - ``last``: indices of the rows whose logits are needed; None: all, in order.
     - ``feature_rows``, ``feature_at``: image-cache rows and the tokens that they replace; without ``feature_at`` one
@@ -94,7 +94,7 @@ class RaggedBatch:
 def build_batch(
     decodes: Decodes, chunks: Sequence[Chunk], block_rows: int, axes: int, device: torch.device
 ) -> RaggedBatch:
-    """Join ``decodes`` and ``chunks``; ``axes`` is 3 if the model's rotary positions have three axes, else 1.
+    """Join ``decodes`` and ``chunks``; ``axes``: of the model's rotary positions, 1 for most.
 
     Logits come first for the decodes, then for the chunks that need them, in order.
     """
@@ -159,7 +159,7 @@ def _make_chunk_rows(chunk: Chunk, first: int, put: Callable[[Int64Array], Tenso
 
 
 def _join_rope(decodes: Decodes, chunks: Sequence[Chunk], axes: int) -> Int64Array:
-    """Join rotary positions to [1, T], or [3, 1, T] with three axes."""
+    """Join rotary positions to [1, T], or [axes, 1, T] with several axes."""
     if axes == 1:
         return np.concatenate([decodes.rope, *(chunk.rope for chunk in chunks)])[None]
     parts = [decodes.rope, *(chunk.rope for chunk in chunks)]

@@ -84,9 +84,9 @@ class OpenRequest:
     def _rope(self, start: int, end: int) -> np.ndarray:
         if self.rope.prompt is None:
             return np.arange(start, end) + self.rope.delta
-        length = self.rope.prompt.shape[1]
+        axes, length = self.rope.prompt.shape
         after = np.arange(max(start, length), max(end, length)) + self.rope.delta
-        return np.concatenate((self.rope.prompt[:, start:end], np.broadcast_to(after, (3, len(after)))), axis=1)
+        return np.concatenate((self.rope.prompt[:, start:end], np.broadcast_to(after, (axes, len(after)))), axis=1)
 
     def _groups(self, start: int, end: int) -> np.ndarray | None:
         if self.groups is None or (self.groups[start:end] < 0).all():

@@ -108,7 +108,7 @@ def make_tokenizer(processor_class: Any, sizes: TypeSizes) -> Any:
         pad="<|endoftext|>",
         extra=extra,
         plain=("<|im_start|>", image, *dict.fromkeys(plain), *sizes.plain),
-        template=chat_template(image=sizes.image_text or f"{image}\n", **CHATML),
+        template=chat_template(image=sizes.image_text or f"{image}\n", **CHATML) if sizes.chats else None,
     )
 
 

@@ -66,6 +66,7 @@ _SMALL: dict[str, Any] = {
     "first_k_dense_replace": 1,
     "max_position_embeddings": 2048,
     "fullatt_block_indexes": [1],
+    "global_attn_indexes": [1],
     "deepstack_visual_indexes": [0, 1],
     "sliding_window": 40,
     "num_nextn_predict_layers": 0,
@@ -101,7 +102,7 @@ class TypeSizes:
     - ``config``: fields of the config. ``images``, ``processor``: of the image processor and of the processor.
     - ``tokens``: named special tokens. ``plain``: others. ``unnamed``: names that are left out. ``further_ids``: tokens
       that its processor adds.
-    ``image_token``, ``image_text``: of the chat template.
+    - ``image_token``, ``image_text``: of the chat template. ``chats`` (True): it has one at all.
     """
 
     start: dict[str, Any] = field(default_factory=dict)
@@ -114,6 +115,7 @@ class TypeSizes:
     further_ids: int = 0
     image_token: str = ""
     image_text: str = ""
+    chats: bool = True
     bos: str | None = "<s>"
     processor_class: str = ""
     image_processor: str = ""

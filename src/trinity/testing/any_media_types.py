@@ -22,7 +22,7 @@ OWN_SIZES: dict[str, TypeSizes] = {
     "cohere2_vision": TypeSizes(images={"patch_size": 2}),
     "minimax_m3_vl": TypeSizes(image_token="]<]image[>[", image_text="]<]image[>[", plain=("]<]image[>[",)),
     "lfm2_vl": TypeSizes(config={"vision_config.patch_size": 16}),
-    "gemma4_unified": TypeSizes(config={"text_config.per_layer_config": None}),
+    "gemma4_unified": TypeSizes(start={"vision_config": {}}, config={"text_config.per_layer_config": None}),
     "aya_vision": TypeSizes(processor={"img_size": 56, "patch_size": 14}),
     "blip-2": TypeSizes(
         config={
@@ -55,6 +55,17 @@ OWN_SIZES: dict[str, TypeSizes] = {
         images=_QWEN3_IMAGES,
     ),
     "deepseek_vl": TypeSizes(processor={"num_image_tokens": 16}, config={"num_image_tokens": 16}),
+    "deepseek_ocr2": TypeSizes(
+        config={
+            "text_config.mlp_layer_types": ["dense", "sparse"],
+            "text_config.num_experts_per_tok": 2,
+            "text_config.max_position_embeddings": 8192,
+            "vision_config.sam_config.downsample_channels": [32, 64],
+            "vision_config.sam_config.output_channels": 32,
+        },
+        images={"size": _SQUARE, "tile_size": SIDE, "min_patches": 2, "max_patches": 2},
+        processor={"patch_size": 5, "downsample_ratio": 1},  # 144 queries an image, whatever its patches
+    ),
     "deepseek_vl_hybrid": TypeSizes(
         processor={"num_image_tokens": 16}, images={"high_res_size": {"height": 56, "width": 56}}
     ),
@@ -63,7 +74,7 @@ OWN_SIZES: dict[str, TypeSizes] = {
         config={
             "text_config.rope_parameters": {**_ROPE, "mrope_section": [2, 2, 4]},
             "text_config.moe_intermediate_size": [32, 32],
-            "text_config.mlp_layer_types": ["dense", "sparse"],
+            "text_config.mlp_layer_types": ["sparse", "sparse"],  # experts of images must reach the text behind them
         },
         images=_QWEN_IMAGES,
     ),
@@ -115,7 +126,18 @@ OWN_SIZES: dict[str, TypeSizes] = {
         images=_GRID,
         processor={"downsample_rate": "1/2", "num_additional_image_tokens": 1},
     ),
+    "got_ocr2": TypeSizes(
+        config={
+            "vision_config.image_size": 128,
+            "vision_config.patch_size": 2,
+            "vision_config.mlp_dim": 128,
+            "vision_config.global_attn_indexes": [],
+        },
+        images={"size": {"height": 128, "width": 128}},  # 64 patches a side make the 256 tokens of its processor
+        chats=False,
+    ),
     "hunyuan_vl": TypeSizes(
+        image_text="<image_start><image><image_end>",
         config={
             "text_config.head_dim": 16,
             "text_config.rope_parameters": {

@@ -17,7 +17,7 @@ _VOCABULARY = 352  # 256 bytes and about a hundred merges; the special tokens co
 
 
 def build_tokenizer(
-    *, bos: str | None, eos: str, pad: str, extra: dict[str, str], plain: tuple[str, ...] = (), template: str
+    *, bos: str | None, eos: str, pad: str, extra: dict[str, str], plain: tuple[str, ...] = (), template: str | None
 ) -> Any:
     """Build a byte-level BPE tokenizer with ``extra`` named special tokens (``{"image_token": "<image>"}``).
 

@@ -20,8 +20,8 @@ from trinity.stages.proof import prove
 
 PARTS = ("processor", "prompt ids", "features", "positions", "attention", "logits", "control")
 # One of each kind: three rotary axes; sizes of images beside pixels, and a processor that asks for torchvision; tiles;
-# layers that keep states.
-TYPES = ("qwen3_vl_moe", "mistral3", "aya_vision", "qwen3_5")
+# layers that keep states; four rotary axes, and tokens that must stand around a placeholder.
+TYPES = ("qwen3_vl_moe", "mistral3", "aya_vision", "qwen3_5", "hunyuan_vl")
 
 
 @pytest.mark.parametrize("name", TYPES)

@@ -70,10 +70,11 @@ class ModelAdapter:
 
     @property
     def axes(self) -> int:
-        """Number of axes of a rotary position: 3 with M-RoPE, else 1."""
+        """Number of axes of a rotary position: 1, or with M-RoPE one for each of its sections, mostly 3."""
         rope = getattr(self.text_config, "rope_parameters", None) or {}
         nested = (each for each in rope.values() if isinstance(each, dict))  # by kind of layer
-        return 3 if self.multimodal and any(each.get("mrope_section") for each in (rope, *nested)) else 1
+        sections = [each["mrope_section"] for each in (rope, *nested) if each.get("mrope_section")]
+        return len(sections[0]) if self.multimodal and sections else 1
 
     @property
     def kv_heads(self) -> tuple[int, int]:

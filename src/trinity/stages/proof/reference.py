@@ -44,6 +44,7 @@ class Reference:
         tokenizer = words(directory, local_files_only=True, trust_remote_code=False)
         self.processor = load_processor(directory, config, tokenizer)
         self.tokenizer, self.model, self.config = tokenizer, model, config
+        self.flat = False  # the processor takes the images of a prompt as one list, not nested by prompt
 
     @property
     def grids(self) -> Any:
@@ -54,26 +55,45 @@ class Reference:
     def has_template(self) -> bool:
         return bool(getattr(self.processor, "chat_template", None))
 
-    def explain_refusal(self, token: str) -> str:
-        """Say why the processor does not take a text with this token for an image; "" if it does."""
-        prompt = one_image()
-        if self.has_template:
-            chat = [dict(message) for message in prompt.messages]
-            if self.processor.apply_chat_template(chat, tokenize=False).count(token) != 1:
-                return "its chat template does not write it once for an image"
-        try:
-            found = self.processor(text=[token], images=[list(prompt.images)], return_tensors="pt")
-        except Exception as error:  # processors raise what they like
-            return f"{type(error).__name__}: {error!s:.200}"
-        return "" if int(found["input_ids"].shape[-1]) > 1 else "it is not expanded"
+    def list_markers(self, token: str) -> list[str]:
+        """List what may stand for an image: the token, and the token between those that the chat template writes.
 
-    def inputs(self, prompt: ProofPrompt, token: str) -> dict[str, Any]:
+        Empty where the chat template does not write the token once for an image.
+        """
+        if not self.has_template:
+            return [token]
+        chat = [dict(message) for message in one_image().messages]
+        around = self.processor.apply_chat_template(chat, tokenize=False).split(token)
+        if len(around) != 2:
+            return []
+        special = [*self.tokenizer.get_added_vocab(), ""]
+        before = max((each for each in special if around[0].endswith(each)), key=len)
+        after = max((each for each in special if around[1].startswith(each)), key=len)
+        return list(dict.fromkeys((token, f"{before}{token}{after}")))
+
+    def explain_refusal(self, marker: str) -> str:
+        """Say why the processor does not take a text with this marker for an image; "" if it does."""
+        refusals = []
+        for self.flat in (False, True):
+            try:
+                found = self.processor(**self._image_keywords(marker, one_image()), return_tensors="pt")
+            except Exception as error:  # processors raise what they like
+                refusals.append(f"{type(error).__name__}: {error!s:.200}")
+                continue
+            return "" if int(found["input_ids"].shape[-1]) > 1 else "it is not expanded"
+        return refusals[0]
+
+    def _image_keywords(self, text: str, prompt: ProofPrompt) -> dict[str, Any]:
+        """Make keywords of the processor for a prompt with images, in the form that it takes."""
+        return {"text": [text], "images": list(prompt.images) if self.flat else [list(prompt.images)]}
+
+    def inputs(self, prompt: ProofPrompt, marker: str) -> dict[str, Any]:
         """Make a model's inputs in its dtype, float32, as transformers documents it."""
-        made = self._make_inputs(prompt, token)
+        made = self._make_inputs(prompt, marker)
         floating = {name for name, value in made.items() if isinstance(value, Tensor) and value.is_floating_point()}
         return {name: value.float() if name in floating else value for name, value in made.items()}
 
-    def _make_inputs(self, prompt: ProofPrompt, token: str) -> dict[str, Any]:
+    def _make_inputs(self, prompt: ProofPrompt, marker: str) -> dict[str, Any]:
         """Make inputs by the chat template, or else from raw text."""
         if self.has_template:
             left = iter(prompt.images)
@@ -84,15 +104,22 @@ class Reference:
             settings = {"tokenize": True, "return_dict": True, "return_tensors": "pt", "add_generation_prompt": True}
             further = {} if self.grids is None else {"processor_kwargs": {"return_mm_token_type_ids": True}}
             return dict(self.processor.apply_chat_template(chat, **settings, **further))
-        text = raw_text(prompt).replace("<image>", token)
-        return dict(
-            self.processor(text=[text], images=[list(prompt.images)] if prompt.images else None, return_tensors="pt")
-        )
+        if not prompt.images:
+            return self._make_text_inputs(raw_text(prompt))
+        text = raw_text(prompt).replace("<image>", marker)
+        return dict(self.processor(**self._image_keywords(text, prompt), return_tensors="pt"))
+
+    def _make_text_inputs(self, text: str) -> dict[str, Any]:
+        """Make inputs of a prompt without images; of a processor that takes none, by its tokenizer."""
+        try:
+            return dict(self.processor(text=[text], return_tensors="pt"))
+        except ValueError:
+            return dict(self.tokenizer([text], return_tensors="pt"))
 
     @torch.inference_mode()
-    def expect(self, prompt: ProofPrompt, token: str, language: Any) -> Expected:
+    def expect(self, prompt: ProofPrompt, marker: str, language: Any) -> Expected:
         """Run the model's own ``generate()`` on a prompt, and note what its text model is given first."""
-        inputs = self.inputs(prompt, token)
+        inputs = self.inputs(prompt, marker)
         with _noted(language) as notes:
             found = self.model.generate(
                 **inputs,

@@ -83,14 +83,22 @@ class Subject:
             raise Differs("processor", "it has no image processor")
         return found
 
-    @cached_property
+    @property
     def image_token(self) -> str:
-        """Text that stands for an image in a prompt, which the processor expands. Raises ``Differs``."""
+        """Placeholder of an image in a prompt, which the processor expands. Raises ``Differs``."""
+        return self.image_markup[0]
+
+    @cached_property
+    def image_markup(self) -> tuple[str, str]:
+        """Placeholder of an image, and its marker: the placeholder with what must stand around. Raises ``Differs``."""
         refusals = {}
         for token in self._image_tokens():
-            refusals[token] = self.reference.explain_refusal(token)
-            if not refusals[token]:
-                return token
+            markers = self.reference.list_markers(token)
+            refusals[token] = "" if markers else "its chat template does not write it once for an image"
+            for marker in markers:
+                refusals[token] = self.reference.explain_refusal(marker)
+                if not refusals[token]:
+                    return token, marker
         said = "; ".join(f"{token}: {why}" for token, why in refusals.items())
         raise Differs("placeholder", f"no token stands for an image in its processor ({said})")
 
@@ -142,7 +150,7 @@ class Subject:
     def expect(self, prompt: ProofPrompt) -> Expected:
         """Run the model's own route. Raises ``Differs`` if it does not run at all."""
         try:
-            return self.reference.expect(prompt, self.image_token, self.language)
+            return self.reference.expect(prompt, self.image_markup[1], self.language)
         except Differs:
             raise
         except Exception as error:
@@ -167,9 +175,14 @@ class Subject:
             language=self.language_name,
             image_token_id=number,
             image_token=self.image_token,
+            image_marker=self._special_marker(),
             head=self._heads()[0],
             first=first,
         )
+
+    def _special_marker(self) -> str:
+        token, marker = self.image_markup
+        return "" if marker == token else marker
 
     def _heads(self) -> list[str]:
         text = self.config.get_text_config(decoder=True)
