@@ -73,9 +73,11 @@ class _Counting:
 
     def __call__(self, images: list[list[Image.Image]], text: str, return_tensors: str) -> dict[str, Any]:
         (shown,) = images
-        assert text == "@" * len(shown), "as a chat: one text, and a list of its images"
+        further = text.removeprefix("@" * len(shown))
+        assert "@" not in further, "as a chat: one text, and a list of its images"
         counts = [min(len(shown), self._most) + (each.width > each.height) for each in shown]
-        self._spoken.text = "".join("<" + "@" * count + ">" for count in counts)
+        self._spoken.text = "".join("<" + "@" * count + ">" for count in counts) + further
+        self._spoken.special = True
         pixels = torch.tensor([[float(np.asarray(each).sum())] for each in shown])
         ids = torch.tensor([_tokens(self._spoken.text)])
         return {"input_ids": ids, "pixel_values": pixels, "of": torch.tensor([len(shown)])}

@@ -50,7 +50,7 @@ class ImageCalls:
 
     def _run(self, images: Sequence[Picture], text: str) -> dict[str, Any]:
         given = [list(images)] if self._nested else list(images)
-        return dict(self._loaded.processor(images=given, text=[text], return_tensors="pt"))
+        return dict(self._loaded.processor(images=given, text=text, return_tensors="pt"))
 
     def _find_form(self, probe: Picture, markers: Sequence[str]) -> tuple[bool, str]:
         refusals: list[Exception] = []
