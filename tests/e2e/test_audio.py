@@ -20,6 +20,7 @@ from trinity.preprocess.media_limits import MediaLimits
 from trinity.request import Media, Request, Sampling
 from trinity.testing.checkpoints import AUDIO_ARCHITECTURES
 from trinity.testing.oracle import OracleAnswer
+from trinity.testing.transports import zero_after_read
 
 ON = Sampling(ignore_eos=True)
 SEVERAL = ("qwen2_audio", "qwen2_5_omni_thinker")  # types whose processor takes more than one clip for a text
@@ -98,6 +99,37 @@ def test_one_pipeline_of_each_family_is_exact(architecture: str) -> None:
     span = found.works["one"].media[0]
     borders = [row.start + row.length for row in found.record.prefills() if row.request == "one"]
     assert any(span.offset < border < span.end for border in borders), "no chunk's border was inside the clip"
+
+
+def some(cheap: str) -> list[Any]:
+    """All types, of which one is quick enough for each run."""
+    return [each if each == cheap else pytest.param(each, marks=pytest.mark.slow) for each in AUDIO_ARCHITECTURES]
+
+
+@pytest.mark.parametrize("architecture", some("qwen2_audio"))
+def test_zeroed_blocks_of_a_clip_change_the_tokens(architecture: str) -> None:
+    wanted, (one, *_, text) = answers(architecture), cases(architecture)[:6]
+    connector = zero_after_read("image")
+    found = serve(checkpoint(architecture), "E+P+D", [[one, text]], connector=connector, rules=RULES, **OPTIONS)
+    assert connector.reads["image"] in (1, 2), "a pull of whole blocks, and of the last one's rows"
+    assert found.tokens("one") != wanted["one"].token_ids
+    assert found.tokens("text") == wanted["text"].token_ids
+
+
+@pytest.mark.parametrize("method", ["E+P+D", pytest.param("EPD", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("architecture", some("glmasr"))
+def test_a_preempted_clip_goes_on_as_if_nothing_had_been(architecture: str, method: str) -> None:
+    answers(architecture)
+    asked = cases(architecture)[:5]
+    rows = max(len(answers(architecture)[each.request_id].token_ids) for each in asked)
+    longest = max(oracle(architecture).inputs(each)["input_ids"].shape[1] for each in asked) + rows
+    tight = {"image": 48, "kv": 2 * -(-longest // 4) + 4}  # two requests, of which the longest leaves room for few
+    waves = [[copy_of(each, number) for number in range(2) for each in asked]]
+    options: dict[str, Any] = {**OPTIONS, "pools": tight, "kv_block_size": 4, "reservation": "optimistic"}
+    found = serve(checkpoint(architecture), method, waves, rules=RULES, **options)
+    assert problems(found, answers(architecture)) == {}
+    again = [name for name, output in found.outputs.items() if output.preemptions and output.media_tokens]
+    assert again, "the pool was large enough for all"
 
 
 @pytest.mark.slow

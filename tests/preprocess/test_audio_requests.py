@@ -22,7 +22,7 @@ from trinity.preprocess.processor import RequestProcessor
 from trinity.preprocess.worker_processes import KillableProcessor
 from trinity.request import Media, Request
 from trinity.testing.checkpoints import AUDIO_ARCHITECTURES
-from trinity.testing.oracle import own_processor
+from trinity.testing.oracle import Oracle, own_processor
 
 WAV = encoded(clip(1))
 DATA = base64.b64encode(WAV).decode()
@@ -130,6 +130,47 @@ def test_the_estimate_covers_the_inputs() -> None:
             item = reader.read(clip(1, seconds))
             made = sum(each.nbytes for each in item.inputs.values() if each.is_floating_point())
             assert reader.estimate(int(seconds * 16000)).bytes >= made
+
+
+LEAST = {"qwen2_audio": 961, "glmasr": 961, "audioflamingo3": 321, "qwen3_omni_moe_thinker": 201}
+
+
+@pytest.mark.parametrize("name", LEAST)
+def test_the_shortest_clip_is_found_by_trying_and_named(name: str) -> None:
+    processor, least = processor_of(name), LEAST[name]
+    for samples in (1, 200, least - 1):
+        seconds = rf"{samples} samples, {samples / 16000:.3f} s .* least is {least}; give a clip of at least 0\.0"
+        with pytest.raises(BadMedia, match=rf"audio 1 of 1: is too short for this model: it has {seconds}"):
+            processor.process(Request("<audio>", media=[Media("audio", clip(1)[:samples])]))
+    found = processor.process(Request("<audio>", media=[Media("audio", clip(1)[:least])]))
+    assert found.work.media[0].tokens >= 1
+
+
+def test_what_is_too_short_is_what_the_models_own_generate_fails_on() -> None:
+    """Qwen2-Audio takes a prompt whose placeholders are all apart for one of an old processor, and raises on it."""
+    own = Oracle(checkpoint("qwen2_audio"))
+    short, least = (
+        Request("Hear <audio> now", media=[Media("audio", clip(1)[:samples])], max_tokens=2) for samples in (960, 961)
+    )
+    with pytest.raises(TypeError):
+        own.generate(short)
+    with pytest.raises(BadMedia, match="too short"):
+        processor_of("qwen2_audio").process(short)
+    assert len(own.generate(least)) == 2
+    assert processor_of("qwen2_audio").process(least).work.media[0].tokens == 2
+
+
+def test_a_long_clip_that_the_processor_refuses_keeps_its_own_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    processor = RequestProcessor(checkpoint("qwen2_audio"))
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise ValueError("out of order")
+
+    reader = reader_of(processor)
+    least = reader._least_samples
+    monkeypatch.setattr(reader, "_call", fail)
+    with pytest.raises(BadMedia, match=r"which the model's processor refuses \(ValueError: out of order\)"):
+        processor.process(Request("<audio>", media=[Media("audio", clip(1)[:least])]))
 
 
 @pytest.mark.parametrize("name", ["llava", "llama"])

@@ -9,7 +9,8 @@ import pytest
 
 from tools import model_table
 from tools.model_table import read_rows, run_bounded, write_page
-from trinity.testing.type_trials import CHECKED, LISTED, NOT_SERVED, Row, list_work, shorten
+from trinity.preprocess.model_types import STREAMS
+from trinity.testing.type_trials import CHECKED, LISTED, NOT_SERVED, Row, list_work, shorten, try_media
 
 ROWS = [
     Row("glm4v", CHECKED, "image, text"),
@@ -56,6 +57,22 @@ def test_a_type_is_bounded_in_time_and_memory(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(model_table, "MOST_SECONDS", 60)
     assert "MemoryError" in run_bounded(take_much, "big").said
     assert run_bounded(fail, "bad") == Row("bad", NOT_SERVED, "ValueError: this type does not work")
+
+
+LISTED_ROWS = {"qwen2_audio": "audio, text", "qwen3_omni_moe_thinker": "image, audio, text"}
+
+
+@pytest.mark.parametrize("name", ["qwen2_audio", pytest.param("qwen3_omni_moe_thinker", marks=pytest.mark.slow)])
+def test_a_listed_type_is_built_and_loaded_and_names_what_it_takes(name: str, tmp_path: Path) -> None:
+    assert try_media(name, tmp_path / "model") == Row(name, LISTED, LISTED_ROWS[name])
+    assert (tmp_path / "model" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_a_type_that_listens_as_it_writes_is_refused_by_that_reason(name: str, tmp_path: Path) -> None:
+    row = try_media(name, tmp_path / "model")
+    assert row.outcome == NOT_SERVED
+    assert "realtime audio is not served" in row.said
 
 
 @pytest.mark.slow

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import bisect
 import hashlib
 import json
-from collections.abc import Sequence
+import math
+import sys
+from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any, ClassVar
 
 import numpy as np
@@ -22,6 +26,7 @@ from trinity.preprocess.own_processor import name_class
 _MASKS = ("feature_attention_mask", "input_features_mask")  # of mel frames, by which positions are computed
 _PROBE_S = 0.5  # seconds of the clips that tell if company matters
 _DEFAULT_S = 5.0  # of a clip to profile
+_MERGE = "_merge_input_ids_with_audio_features"  # transformers' method for prompts of old processors
 _MARKERS = {
     "qwen2_5_omni_thinker": "<|audio_bos|>{token}<|audio_eos|>",
     "qwen2_audio": "<|audio_bos|>{token}<|audio_eos|>",
@@ -69,13 +74,42 @@ class AudioReader:
         try:
             text, ids, inputs = self._call([samples])
         except Exception as exc:  # processors raise anything on odd lengths
+            self._refuse_short(samples)
             problem = f"has {len(samples)} samples, which the model's processor refuses"
             raise MediaProblem(f"{problem} ({type(exc).__name__}: {exc!s:.300})") from exc
-        tokens = sum(number in self._loaded.media_token_ids for number in ids)
-        if tokens == 0:
-            raise MediaProblem("the model's processor makes no token of it: it is too short, give a longer clip")
+        tokens = self._count(ids)
+        if tokens <= 1:
+            self._refuse_short(samples)
         content = f"{audio_digest(samples)}-{self.fingerprint}"
         return MediaItem("audio", text, tokens, inputs, content, _count_frames(inputs))
+
+    def _refuse_short(self, samples: np.ndarray) -> None:
+        if len(samples) < self._least_samples:
+            raise MediaProblem(
+                f"is too short for this model: it has {len(samples)} samples, {len(samples) / self.rate:.3f} s at "
+                f"{self.rate} samples per second, and the least is {self._least_samples}; give a clip of at least "
+                f"{math.ceil(self._least_samples * 1000 / self.rate) / 1000:.3f} s"
+            )
+
+    @cached_property
+    def _least_samples(self) -> int:
+        """Number of samples of the shortest clip of which the model takes what its own processor makes."""
+        return least_samples(self._count_of, self._least_tokens, self.rate)
+
+    @cached_property
+    def _least_tokens(self) -> int:
+        """Number of tokens that a clip must have: a model that can merge unexpanded prompts takes one for such."""
+        return 2 if merges_unexpanded(self._loaded.config) else 1
+
+    def _count_of(self, samples: int) -> int:
+        """Count the tokens of a clip so long; 0 if the processor refuses it."""
+        try:
+            return self._count(self._call([_tone(samples / self.rate, self.rate)])[1])
+        except Exception:  # processors raise anything on odd lengths
+            return 0
+
+    def _count(self, ids: Sequence[int]) -> int:
+        return sum(number in self._loaded.media_token_ids for number in ids)
 
     def number_expansion(self, expansion: str, index: int) -> str:
         return expansion
@@ -143,6 +177,23 @@ class AudioKind(MediaKind):
 def find_extractor(processor: Any) -> Any:
     """Return a processor's feature extractor of audio; None if it has none."""
     return getattr(processor, "feature_extractor", None) or getattr(processor, "audio_processor", None)
+
+
+def least_samples(count: Callable[[int], int], tokens: int, most: int) -> int:
+    """Find the fewest samples, up to ``most``, of which ``count(samples)`` tokens are ``tokens`` or more."""
+    return 1 + bisect.bisect_left(range(1, most), tokens, key=count)
+
+
+def merges_unexpanded(config: Any) -> bool:
+    """Tell if the model's class still merges prompts with one placeholder for a whole clip, as old processors made.
+
+    Where no two placeholders lie side by side it takes a prompt for such a one, and then fails on expanded ones.
+    """
+    import transformers
+
+    named = [getattr(transformers, str(name), None) for name in getattr(config, "architectures", None) or ()]
+    modules = [sys.modules[each.__module__] for each in named if each is not None]
+    return any(hasattr(each, _MERGE) for module in modules for each in vars(module).values())
 
 
 def _is_joined(joint: Any, parts: Sequence[Any]) -> bool:

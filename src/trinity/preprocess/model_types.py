@@ -63,6 +63,9 @@ PROVEN: dict[str, ProvenParts] = {
 }
 """Built-in multimodal types. A test holds them equal to the parts of ``trinity.testing.checkpoints``."""
 
+STREAMS = ("kyutai_speech_to_text", "voxtral_realtime")
+"""Types whose every output token takes the next piece of a stream of audio, which a request does not have."""
+
 registered: set[str] = set()
 """Types for which this program registered an adapter of its own: their author answers for them."""
 
@@ -101,6 +104,7 @@ def check_config(config: Any, directory: Path | None = None) -> MediaFacts | Non
             if tower != wanted:
                 return _prove_tower(kind, sense, wanted, tower, directory)
         return None
+    refuse_stream(kind)
     found = media_fields(config)
     if kind in _multimodal_types() and directory is not None and has_weights(directory):
         return require_facts(directory, kind)
@@ -110,6 +114,15 @@ def check_config(config: Any, directory: Path | None = None) -> MediaFacts | Non
     if _has_inner_text(config):
         raise UnsupportedModel(f"{kind!r} is more than one decoder, which is all that serves; {explain_how_to_add()}")
     return None
+
+
+def refuse_stream(kind: str) -> None:
+    """Raise ``UnsupportedModel`` for a type that listens as it writes."""
+    if kind in STREAMS:
+        raise UnsupportedModel(
+            f"{kind!r} reads a stream of audio in real time, a piece for each token that it writes: realtime audio is "
+            "not served. Take a model that reads whole clips"
+        )
 
 
 def _prove_tower(kind: str, sense: str, wanted: str | None, tower: str | None, directory: Path | None) -> MediaFacts:

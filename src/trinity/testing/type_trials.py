@@ -9,12 +9,13 @@ import msgspec
 
 from trinity.errors import UnsupportedModel
 from trinity.preprocess.checkpoint import read_config
-from trinity.preprocess.model_types import PROVEN
+from trinity.preprocess.media_kinds import kind_names
+from trinity.preprocess.model_types import PROVEN, refuse_stream
 from trinity.testing.any_media_checkpoint import build_any_media, make_image_processor, multimodal_types
 from trinity.testing.any_media_sizes import TypeSizes
 from trinity.testing.any_media_types import OWN_SIZES
 from trinity.testing.any_text_checkpoint import build_any_text, list_causal_types
-from trinity.testing.checkpoints import ARCHITECTURES, build_checkpoint
+from trinity.testing.checkpoints import build_checkpoint
 
 LISTED, CHECKED, NOT_SERVED = "serves, listed", "serves by self-check", "refused"
 
@@ -31,9 +32,12 @@ def try_media(model_type: str, folder: Path) -> Row:
     """Build a multimodal type and run its proof."""
     from trinity.stages.proof import prove
 
-    if model_type in PROVEN and model_type in ARCHITECTURES:
-        build_checkpoint(model_type, folder)
-        return Row(model_type, LISTED, "image, text")
+    if model_type in PROVEN:
+        return try_listed(model_type, folder)
+    try:
+        refuse_stream(model_type)
+    except UnsupportedModel as error:
+        return Row(model_type, NOT_SERVED, shorten(error))
     try:
         build_any_media(model_type, folder)
     except Exception as error:
@@ -42,6 +46,21 @@ def try_media(model_type: str, folder: Path) -> Row:
     if verdict.failed is None:
         return Row(model_type, CHECKED, ", ".join(verdict.serves))
     return Row(model_type, NOT_SERVED, f"{verdict.failed.name}: {shorten(verdict.failed.said)}")
+
+
+def try_listed(model_type: str, folder: Path) -> Row:
+    """Build a type that the tests compare with ``generate()``, load its weights, and name what its processor takes."""
+    from trinity.preprocess.processor import RequestProcessor
+    from trinity.stages.models import load_model
+
+    build_checkpoint(model_type, folder)
+    load_model(folder, "EPD", dtype="float32")
+    processor = RequestProcessor(folder)
+    try:
+        kinds = [name for name in kind_names() if name in processor.media_kinds]
+    finally:
+        processor.close()
+    return Row(model_type, LISTED, ", ".join([*kinds, "text"]))
 
 
 def try_text(model_type: str, folder: Path) -> Row:
