@@ -18,7 +18,7 @@ from support.recordings import MULTIMODAL
 from trinity.errors import UnsupportedModel
 from trinity.pipeline import Pipeline
 from trinity.preprocess import loader, model_types
-from trinity.preprocess.model_types import PROVEN, check_config, explain_how_to_add, media_fields, served_types
+from trinity.preprocess.model_types import PROVEN, STREAMS, check_config, explain_how_to_add, media_fields, served_types
 from trinity.preprocess.processor import RequestProcessor
 from trinity.stages.models import ModelAdapter, find_adapter, known_models, load_model, register_adapter, registry
 from trinity.stages.proof import prove
@@ -26,7 +26,7 @@ from trinity.testing.checkpoints import AUDIO_ARCHITECTURES, VIDEO_ARCHITECTURES
 
 # Of each kind: an inner text model, a flat config with parts, an outer name for one text model, audio.
 UNPROVEN = """
-aya_vision chameleon evolla florence2 fuyu gemma3n git glm4v idefics idefics2 kyutai_speech_to_text llama4
+aya_vision chameleon evolla florence2 fuyu gemma3n git glm4v idefics idefics2 llama4
 mistral3 mistral4 mllama moshi musicgen paligemma phi4_multimodal pi0 qwen2_5_omni voxtral
 qwen3_5 qwen3_vl_moe video_llava vipllava
 """
@@ -99,6 +99,14 @@ def test_the_refusal_comes_before_anything_else_is_read(
     monkeypatch.setattr(loader, "load_processor", lambda *_: pytest.fail("the processor was loaded"))
     for load in (RequestProcessor, lambda where: load_model(where, "PD")):
         with pytest.raises(UnsupportedModel, match=rf"multimodal '{name}'.*supported are audioflamingo3, .*register"):
+            load(tmp_path)
+
+
+@pytest.mark.parametrize("name", [each for each in STREAMS if each in configs()])
+def test_a_type_that_reads_a_stream_is_refused_as_such(name: str, tmp_path: Path) -> None:
+    configs()[name].save_pretrained(tmp_path)
+    for load in (RequestProcessor, lambda where: load_model(where, "PD")):
+        with pytest.raises(UnsupportedModel, match=rf"'{name}' reads a stream of audio in real time"):
             load(tmp_path)
 
 
