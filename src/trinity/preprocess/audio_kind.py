@@ -49,14 +49,14 @@ class AudioReader:
         self._extractor: Any = find_extractor(loaded.processor)
         self.rate = int(self._extractor.sampling_rate)
         self.fingerprint = _fingerprint(loaded.processor, self._extractor)
-        self._alone_because = self._find_company()
+        self.alone_because = self._find_company()
 
     def make_plain(self, source: Any, among: int, budget: MediaBudget) -> Any:
         return make_plain_audio(source, self._limits)
 
     def read_source(self, source: Any, among: int, budget: MediaBudget) -> MediaItem:
-        if among > 1 and self._alone_because:
-            raise MediaProblem(f"is not alone in its prompt: {self._alone_because}; give one clip")
+        if among > 1 and self.alone_because:
+            raise MediaProblem(f"is not alone in its prompt: {self.alone_because}; give one clip")
         samples = read_audio(source, self.rate, self._limits, lambda count: budget.check(self.estimate(count)))
         budget.charge(self.estimate(len(samples)))
         return self.read(samples)
@@ -78,28 +78,28 @@ class AudioReader:
             problem = f"has {len(samples)} samples, which the model's processor refuses"
             raise MediaProblem(f"{problem} ({type(exc).__name__}: {exc!s:.300})") from exc
         tokens = self._count(ids)
-        if tokens <= 1:
+        if tokens <= max(1, self._loaded.clip_tokens):
             self._refuse_short(samples)
         content = f"{audio_digest(samples)}-{self.fingerprint}"
         return MediaItem("audio", text, tokens, inputs, content, _count_frames(inputs))
 
     def _refuse_short(self, samples: np.ndarray) -> None:
-        if len(samples) < self._least_samples:
+        if len(samples) < self.least_samples:
             raise MediaProblem(
                 f"is too short for this model: it has {len(samples)} samples, {len(samples) / self.rate:.3f} s at "
-                f"{self.rate} samples per second, and the least is {self._least_samples}; give a clip of at least "
-                f"{math.ceil(self._least_samples * 1000 / self.rate) / 1000:.3f} s"
+                f"{self.rate} samples per second, and the least is {self.least_samples}; give a clip of at least "
+                f"{math.ceil(self.least_samples * 1000 / self.rate) / 1000:.3f} s"
             )
 
     @cached_property
-    def _least_samples(self) -> int:
+    def least_samples(self) -> int:
         """Number of samples of the shortest clip of which the model takes what its own processor makes."""
-        return least_samples(self._count_of, self._least_tokens, self.rate)
+        return find_least(self._count_of, self._least_tokens, self.rate)
 
     @cached_property
     def _least_tokens(self) -> int:
         """Number of tokens that a clip must have: a model that can merge unexpanded prompts takes one for such."""
-        return 2 if merges_unexpanded(self._loaded.config) else 1
+        return self._loaded.clip_tokens or (2 if merges_unexpanded(self._loaded.config) else 1)
 
     def _count_of(self, samples: int) -> int:
         """Count the tokens of a clip so long; 0 if the processor refuses it."""
@@ -160,9 +160,11 @@ class AudioKind(MediaKind):
 
     def find_placeholder(self, files: ModelFiles) -> Placeholder | None:
         """Find the audio token of a processor that extracts features. Raises ``UnsupportedModel``, ``ConfigError``."""
-        if find_extractor(files.processor) is None or getattr(files.config, "audio_token_id", None) is None:
+        named = files.audio_token is None and getattr(files.config, "audio_token_id", None) is not None
+        if find_extractor(files.processor) is None or not (named or files.audio_token):
             return None
-        kind, token = str(files.config.model_type), getattr(files.processor, "audio_token", None)
+        kind = str(files.config.model_type)
+        token = files.audio_token or getattr(files.processor, "audio_token", None)
         if not isinstance(token, str):
             raise UnsupportedModel(f"model type {kind!r} has no placeholder token for audio; {explain_how_to_add()}")
         if files.tokenizer.convert_tokens_to_ids(token) not in files.media_ids:
@@ -179,7 +181,7 @@ def find_extractor(processor: Any) -> Any:
     return getattr(processor, "feature_extractor", None) or getattr(processor, "audio_processor", None)
 
 
-def least_samples(count: Callable[[int], int], tokens: int, most: int) -> int:
+def find_least(count: Callable[[int], int], tokens: int, most: int) -> int:
     """Find the fewest samples, up to ``most``, of which ``count(samples)`` tokens are ``tokens`` or more."""
     return 1 + bisect.bisect_left(range(1, most), tokens, key=count)
 

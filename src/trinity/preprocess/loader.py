@@ -108,6 +108,7 @@ class LoadedProcessor(msgspec.Struct, frozen=True):
     - ``special_ids`` ({}): ids of special tokens by their text, which outputs do not show.
     - ``tiles`` (""): as in ``ImageText``.
     - ``video_tail`` (0): as in ``VideoText``.
+    - ``clip_tokens`` (0): the fewest tokens of a clip that the model takes, by its proof; 0: none was run.
     """
 
     config: Any
@@ -123,6 +124,7 @@ class LoadedProcessor(msgspec.Struct, frozen=True):
     special_ids: dict[str, int] = {}
     tiles: str = ""
     video_tail: int = 0
+    clip_tokens: int = 0
 
 
 def load_tokenizer_and_processor(
@@ -143,7 +145,7 @@ def load_tokenizer_and_processor(
         tokenizer = load_tokenizer(model_dir, local_files_only=True, trust_remote_code=False)
         tokenizer("")  # drops padding and truncation that the file may ask for, before threads share it
     last_call = threading.local()
-    media_ids = _media_ids(config) if facts is None else frozenset([facts.image_token_id])
+    media_ids = _media_ids(config) if facts is None else frozenset(facts.media_tokens.values())
     with _explain_failure(f"the processor of model type {config.model_type!r} cannot be loaded", UnsupportedModel):
         run_tokenizer = RunTokenizer(tokenizer, sorted(media_ids))
         recording = record_texts(tokenizer, last_call)
@@ -158,7 +160,7 @@ def load_tokenizer_and_processor(
         placeholders, text, media_ids = {}, ImageText(), frozenset[int]()
     else:
         text = IMAGE_TEXT.get(config.model_type, ImageText()) if facts is None else ImageText(atomic=facts.whole_media)
-        markup = ("", "") if facts is None else (facts.image_token, facts.image_marker)
+        markup = ("", "", None) if facts is None else (facts.image_token, facts.image_marker, facts.audio_token)
         placeholders = _find_placeholders(ModelFiles(config, tokenizer, processor, last_call, media_ids, *markup))
     return LoadedProcessor(
         config=config,
@@ -173,6 +175,7 @@ def load_tokenizer_and_processor(
         pools_images=bool(text.pooled_rows) and getattr(config, text.pooled_rows, None) == 1,
         special_ids=special_ids,
         tiles=text.tiles,
+        clip_tokens=0 if facts is None else facts.clip_tokens,
         video_tail=VIDEO_TEXT.get(config.model_type, VideoText()).tail,
     )
 

@@ -74,6 +74,7 @@ class ModelFiles(msgspec.Struct, frozen=True):
     - ``media_ids``: ids of the prompt's rows that features replace.
     - ``image_token`` (""): text of an image, where a proof found it; "" leaves it to the processor.
     - ``image_marker`` (""): the same with what must stand around it, where a proof found it; "" is the type's own.
+    - ``audio_token`` (None): likewise of a clip; "" if the proof found that clips do not serve.
     """
 
     config: Any
@@ -83,6 +84,7 @@ class ModelFiles(msgspec.Struct, frozen=True):
     media_ids: frozenset[int]
     image_token: str = ""
     image_marker: str = ""
+    audio_token: str | None = None
 
 
 class KindReader(Protocol):

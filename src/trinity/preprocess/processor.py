@@ -98,7 +98,7 @@ class RequestProcessor:
     - ``defaults``: what the checkpoint says of requests that leave something open.
     - ``media_token_ids``: ids of the prompt's rows that features replace.
     - ``pools_images``: the model's class pools an image to one row, its embedding.
-    - ``media_kinds``, ``multimodal``: kinds of media that the model takes; False where it takes none.
+    - ``media_kinds``, ``multimodal``: kinds of media that the model takes (by ``readers``); False for none.
 
     Methods may be called from any thread. Raises ``ConfigError`` for a missing or broken model directory,
     ``UnsupportedModel`` for an unknown architecture.
@@ -120,7 +120,7 @@ class RequestProcessor:
         self.limits, self.strips = limits or MediaLimits(), strips
         self._loaded = load_tokenizer_and_processor(Path(model_dir), ignore_generation_config, processor)
         self._kinds = [kind for kind in list_kinds() if kind.name in self._loaded.placeholders]
-        self._readers = {kind.name: kind.open_reader(self._loaded, self.limits) for kind in self._kinds}
+        self.readers = self._readers = {kind.name: kind.open_reader(self._loaded, self.limits) for kind in self._kinds}
         self._fetcher = UrlFetcher(self.limits)
         self.sampling_door = SamplingDoor(Path(model_dir))
         self._pool, self._closed = ThreadPoolExecutor(threads, thread_name_prefix="trinity-processor"), False

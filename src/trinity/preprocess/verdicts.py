@@ -35,8 +35,10 @@ class MediaFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Facts that a generic adapter needs beyond a checkpoint's config: found by trying, confirmed by the proof.
 
     - ``language`` ("language_model"): name of the text model within the model's base.
-    - ``image_token_id``, ``image_token``: placeholder of images, as an id and as text.
+    - ``image_token_id``, ``image_token``: placeholder of images, as an id and as text; -1 and "" where none serve.
     - ``image_marker`` (""): the placeholder with the tokens that must stand around it; "" where none must.
+    - ``audio_token_id``, ``audio_token``: placeholder of clips, likewise.
+    - ``clip_tokens`` (1): the fewest tokens of a clip that the model takes.
     - ``whole_media`` (False): tokens of one image see each other in both directions.
     - ``joined`` (False): items of equal shapes may be encoded as one batch.
     - ``head`` ("config"): whose factors the output head applies: those of the "config", of its "text" part, or "none".
@@ -47,25 +49,38 @@ class MediaFacts(msgspec.Struct, frozen=True, kw_only=True):
     image_token_id: int = -1
     image_token: str = ""
     image_marker: str = ""
+    audio_token_id: int = -1
+    audio_token: str = ""
+    clip_tokens: int = 1
     whole_media: bool = False
     joined: bool = False
     head: str = "config"
     first: int = 0
 
+    @property
+    def media_tokens(self) -> dict[str, int]:
+        """Placeholder token id of each kind of media that serves."""
+        found = {"image": self.image_token_id, "audio": self.audio_token_id}
+        return {kind: number for kind, number in found.items() if number >= 0}
+
 
 class ProofPart(msgspec.Struct, frozen=True):
-    """One part of a proof: what it compared, whether that agreed, and the figures in words."""
+    """One part of a proof: what it compared, whether that agreed, and the figures in words.
+
+    ``spared`` (False): where it does not, the model serves without: it is a kind of media among others.
+    """
 
     name: str
     passed: bool
     said: str
+    spared: bool = False
 
 
 class ProofVerdict(msgspec.Struct, frozen=True, kw_only=True):
     """Outcome of a proof.
 
     - ``model_type``: of the checkpoint. ``parts``: what was compared, in order; the first that failed ended it.
-    - ``serves``: kinds of input that serve ("text", "image"); none if a part failed.
+    - ``serves``: kinds of input that serve ("text", "image", "audio"); none if a part failed.
     - ``facts``: for the adapter. ``load_s``, ``proof_s``: seconds to load the whole, and for the rest.
     """
 
@@ -79,7 +94,7 @@ class ProofVerdict(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def failed(self) -> ProofPart | None:
         """The part that differed."""
-        return next((part for part in self.parts if not part.passed), None)
+        return next((part for part in self.parts if not (part.passed or part.spared)), None)
 
 
 _trial: ContextVar[tuple[Path, MediaFacts] | None] = ContextVar("trial", default=None)
@@ -110,8 +125,8 @@ def require_facts(directory: Path, model_type: str) -> MediaFacts:
             f"the multimodal {model_type!r} has no adapter, and its self-check found that the {verdict.failed.name} "
             f"differ from the model's own: {verdict.failed.said}. Run python -m trinity.check {directory} for all of it"
         )
-    if "image" not in verdict.serves:
-        raise UnsupportedModel(f"the self-check of the multimodal {model_type!r} proved no images")
+    if not verdict.facts.media_tokens:
+        raise UnsupportedModel(f"the self-check of the multimodal {model_type!r} proved no media")
     return verdict.facts
 
 

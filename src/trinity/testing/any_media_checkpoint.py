@@ -48,15 +48,18 @@ def build_any_media(model_type: str, directory: Path, *, seed: int = 0) -> Path:
     config_class = CONFIG_MAPPING[model_type]
     processor_class = _find_processor_class(model_type)
     tokenizer = make_tokenizer(processor_class, sizes)
-    images = make_image_processor(model_type, sizes)
+    parts = processor_class.get_attributes()
+    hears_alone = "image_processor" not in parts and {"feature_extractor", "audio_processor"} & set(parts)
+    images = None if hears_alone else make_image_processor(model_type, sizes)
     config = make_config(config_class, len(tokenizer) + sizes.further_ids, sizes)
-    fields = {"processor_class": processor_class.__name__, **_further_parts(model_type, processor_class)}
+    fields = {"processor_class": processor_class.__name__, **_further_parts(model_type, processor_class, sizes)}
     fields |= {**_processor_fields(processor_class, config, sizes)}
     recipe = Recipe(config, _model_class(model_type), tokenizer, images, fields)
     directory.mkdir(parents=True, exist_ok=True)
     recipe.save_processor(directory)
-    if "qformer_tokenizer" in processor_class.get_attributes():
-        tokenizer.save_pretrained(directory / "qformer_tokenizer")
+    for part in parts:
+        if part.endswith("_tokenizer"):
+            tokenizer.save_pretrained(directory / part)
     processor = load_processor(directory, config, tokenizer)
     _set_token_ids(config, tokenizer, processor)
     built = write_checkpoint(recipe, directory, seed)
@@ -65,15 +68,18 @@ def build_any_media(model_type: str, directory: Path, *, seed: int = 0) -> Path:
     return built
 
 
-def _further_parts(model_type: str, processor_class: Any) -> dict[str, Any]:
+def _further_parts(model_type: str, processor_class: Any, sizes: TypeSizes) -> dict[str, Any]:
     """Fields of a processor's feature extractor for audio, where it has one."""
     from transformers.models.auto import feature_extraction_auto as auto
 
-    if "feature_extractor" not in processor_class.get_attributes():
+    part = next(
+        (each for each in ("feature_extractor", "audio_processor") if each in processor_class.get_attributes()), ""
+    )
+    if not part:
         return {}
     names: Any = auto.FEATURE_EXTRACTOR_MAPPING_NAMES
-    kind: Any = auto.feature_extractor_class_from_name(names[model_type])
-    return {"feature_extractor": json.loads(kind().to_json_string())}
+    kind: Any = auto.feature_extractor_class_from_name(names.get(model_type, "WhisperFeatureExtractor"))
+    return {part: json.loads(kind(**sizes.audio).to_json_string())}
 
 
 def _model_class(model_type: str) -> Any:
@@ -108,7 +114,13 @@ def make_tokenizer(processor_class: Any, sizes: TypeSizes) -> Any:
         pad="<|endoftext|>",
         extra=extra,
         plain=("<|im_start|>", image, *dict.fromkeys(plain), *sizes.plain),
-        template=chat_template(image=sizes.image_text or f"{image}\n", **CHATML) if sizes.chats else None,
+        template=None
+        if not sizes.chats
+        else chat_template(
+            image=sizes.image_text or f"{image}\n",
+            audio=sizes.audio_text or extra.get("audio_token", _audio_token(processor_class)),
+            **CHATML,
+        ),
     )
 
 
@@ -124,6 +136,12 @@ def _image_token(processor_class: Any, plain: list[str]) -> str:
     if given is not None:
         return given[1] or given[2]
     return next((each for each in plain if "image" in each.lower() or "IMG" in each), "<image>")
+
+
+def _audio_token(processor_class: Any) -> str:
+    """Find the default of the processor's audio token."""
+    default = inspect.signature(processor_class.__init__).parameters.get("audio_token")
+    return default.default if default is not None and isinstance(default.default, str) else ""
 
 
 def make_image_processor(model_type: str, sizes: TypeSizes) -> Any:

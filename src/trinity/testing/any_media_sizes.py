@@ -99,15 +99,17 @@ class TypeSizes:
     """Needs of one type beyond the rules: fields by dotted path (None: left out), tokens, classes by name.
 
     - ``start``: keywords with which its config class is made at all.
-    - ``config``: fields of the config. ``images``, ``processor``: of the image processor and of the processor.
+    - ``config``: fields of the config. ``images``, ``audio``, ``processor``: of the image processor, of the feature
+      extractor and of the processor.
     - ``tokens``: named special tokens. ``plain``: others. ``unnamed``: names that are left out. ``further_ids``: tokens
       that its processor adds.
-    - ``image_token``, ``image_text``: of the chat template. ``chats`` (True): it has one at all.
+    - ``image_token``, ``image_text``, ``audio_text``: of the chat template. ``chats`` (True): it has one at all.
     """
 
     start: dict[str, Any] = field(default_factory=dict)
     config: dict[str, Any] = field(default_factory=dict)
     images: dict[str, Any] = field(default_factory=dict)
+    audio: dict[str, Any] = field(default_factory=dict)
     processor: dict[str, Any] = field(default_factory=dict)
     tokens: dict[str, str] = field(default_factory=dict)
     plain: tuple[str, ...] = ()
@@ -116,6 +118,7 @@ class TypeSizes:
     image_token: str = ""
     image_text: str = ""
     chats: bool = True
+    audio_text: str = ""
     bos: str | None = "<s>"
     processor_class: str = ""
     image_processor: str = ""

@@ -213,5 +213,20 @@ OWN_SIZES: dict[str, TypeSizes] = {
     "t5gemma2": TypeSizes(config={"encoder.mm_tokens_per_image": 4}, image_text="<boi>"),
     "kosmos-2": TypeSizes(further_ids=1040, processor_class="Kosmos2Processor"),
     "kosmos-2.5": TypeSizes(processor_class="Kosmos2_5Processor", image_processor="Kosmos2_5ImageProcessorPil"),
+    "fun_asr_nano": TypeSizes(config={"adaptor_config.intermediate_size": 16}),
+    "nemo_speechlm": TypeSizes(
+        config={
+            "audio_config.diarization_config.head_config.audio_hidden_size": 64,
+            "audio_config.diarization_config.audio_config.num_key_value_heads": 4,
+            "audio_config.asr_config.num_key_value_heads": 4,
+            "word_timestamp_config.num_key_value_heads": 4,
+            "word_timestamp_config.blank_token_id": 1,
+        },
+        audio={"feature_size": 128},
+    ),
+    "moss_transcribe_diarize": TypeSizes(
+        config={"audio_config.max_source_positions": 100, "audio_config.num_mel_bins": 16, "audio_chunk_size": 32_000},
+        audio={"chunk_length": 2, "feature_size": 16},
+    ),
     "fast_vlm": TypeSizes(processor_class="LlavaProcessor", image_processor="CLIPImageProcessorPil"),
 }

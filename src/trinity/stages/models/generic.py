@@ -23,7 +23,7 @@ class GenericAdapter(ModelAdapter):
 
     @property
     def media_tokens(self) -> dict[str, int]:
-        return {"image": self.facts.image_token_id}
+        return self.facts.media_tokens
 
     @property
     def multimodal(self) -> bool:
@@ -36,6 +36,15 @@ class GenericAdapter(ModelAdapter):
         """Return the text model; of a whole causal model the part below its head."""
         found = getattr(model.base_model, self.facts.language)
         return found.base_model if found.get_output_embeddings() is not None else found
+
+    def encode(self, model: Any, kind: str, items: Sequence[MediaInputs], counts: Sequence[int]) -> list[Tensor]:
+        if kind != "audio":
+            return super().encode(model, kind, items, counts)
+        # One by one: lengths differ, and what pads a batch would be part of a clip's features.
+        return [
+            super(GenericAdapter, self).encode(model, kind, [item], [count])[0]
+            for item, count in zip(items, counts, strict=True)
+        ]
 
     def collate(self, items: Sequence[MediaInputs]) -> Iterator[tuple[list[int], dict[str, Tensor]]]:
         if self.facts.joined:

@@ -46,13 +46,17 @@ def print_verdict(directory: Path) -> int:
     config = read_config(directory)
     verdict = _prove_media(directory) if is_multimodal(config) else _check_text(directory, str(config.model_type))
     for part in verdict.parts:
-        print(f"{part.name:<{_WIDTH}} {'ok' if part.passed else 'DIFFERS':<8} {part.said}")
+        print(f"{part.name:<{_WIDTH}} {_word(part):<8} {part.said}")
     print(f"loaded in {verdict.load_s:.1f} s, checked in {verdict.proof_s:.1f} s")
     if verdict.failed is None:
         print(f"{verdict.model_type} serves: {', '.join(verdict.serves)}")
         return 0
     print(f"{verdict.model_type} is refused: its {verdict.failed.name} differ from the model's own")
     return 1
+
+
+def _word(part: ProofPart) -> str:
+    return "ok" if part.passed else "LEFT OUT" if part.spared else "DIFFERS"
 
 
 def _prove_media(directory: Path) -> ProofVerdict:

@@ -1,4 +1,4 @@
-"""Prompts of the proof: one image, three of odd sizes over turns, and the same with another image."""
+"""Prompts of the proof: one image, three of odd sizes over turns, the same with another image, and clips of sound."""
 
 from __future__ import annotations
 
@@ -6,19 +6,22 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import numpy as np
     from PIL import Image
 
 SIZES = ((80, 60), (90, 130), (150, 61))  # width, height in pixels
 _QUESTION = "What is in this picture?"
+_HEARD = "What is said?"
 
 
 @dataclass(frozen=True)
 class ProofPrompt:
-    """A prompt as messages, their image parts without images, and the images in order."""
+    """A prompt as messages, their parts of media without the media, and the images and clips in order."""
 
     name: str
     messages: tuple[dict[str, Any], ...]
     images: tuple[Image.Image, ...]
+    clips: tuple[np.ndarray, ...] = ()
 
 
 def make_picture(seed: int, width: int, height: int) -> Image.Image:
@@ -31,8 +34,12 @@ def make_picture(seed: int, width: int, height: int) -> Image.Image:
 
 
 def _turn(role: str, *parts: str) -> dict[str, Any]:
-    content = [{"type": "image"} if part == "<image>" else {"type": "text", "text": part} for part in parts]
+    content = [_part(part) for part in parts]
     return {"role": role, "content": content}
+
+
+def _part(part: str) -> dict[str, Any]:
+    return {"type": part.strip("<>")} if part in ("<image>", "<audio>") else {"type": "text", "text": part}
 
 
 def one_image(seed: int = 0) -> ProofPrompt:
@@ -54,3 +61,31 @@ def three_images() -> ProofPrompt:
 def text_alone() -> ProofPrompt:
     """Make the prompt without images."""
     return ProofPrompt("text", (_turn("user", "Describe a red boat in a few words."),), ())
+
+
+def make_clip(seed: int, seconds: float, rate: int) -> np.ndarray:
+    """Make a clip of three gliding tones and noise, float32 [samples], ``rate`` of them each second."""
+    import numpy as np
+
+    draw, at = np.random.default_rng(seed), np.arange(int(seconds * rate)) / rate
+    tones = [np.sin(2 * np.pi * pitch * at * (1 + 0.3 * at)) for pitch in draw.uniform(120, 1100, 3)]
+    sound: np.ndarray = (0.1 * np.sum(tones, axis=0) + 0.02 * draw.standard_normal(len(at))).astype(np.float32)
+    return sound
+
+
+def one_clip(rate: int, seed: int = 0, seconds: float = 0.73) -> ProofPrompt:
+    """Make the prompt with one clip."""
+    name = "one clip" if seconds < 1 else "a long clip"
+    return ProofPrompt(name, (_turn("user", "<audio>", _HEARD),), (), (make_clip(seed, seconds, rate),))
+
+
+def two_clips(rate: int) -> ProofPrompt:
+    """Make the prompt with two clips of odd lengths over two turns of a user."""
+    turns = (_turn("user", "<audio>", _HEARD), _turn("assistant", "A bell."), _turn("user", "<audio>", "And this?"))
+    return ProofPrompt("two clips", turns, (), (make_clip(5, 1.117, rate), make_clip(6, 0.531, rate)))
+
+
+def image_and_clip(rate: int) -> ProofPrompt:
+    """Make the prompt with an image and a clip."""
+    turns = (_turn("user", "<image>", "<audio>", "Do they agree?"),)
+    return ProofPrompt("an image and a clip", turns, (make_picture(9, *SIZES[1]),), (make_clip(7, 0.877, rate),))

@@ -19,9 +19,9 @@ from trinity.stages.proof.reference import Expected
 from trinity.stages.proof.subject import TOLERANCE, Differs, Subject, relative_error
 from trinity.stages.proof.trial import PROOF_CHUNK, Found, TriedModel
 
-_LEAST_CHANGE = 10 * TOLERANCE  # of logits by another image: less would be too little to see a fault by
+LEAST_CHANGE = 10 * TOLERANCE  # of logits by another image: less would be too little to see a fault by
 
-Proof = Callable[[Subject, MediaFacts], Iterator[ProofPart]]
+Proof = Callable[[Subject, MediaFacts], Iterator[tuple[ProofPart, MediaFacts]]]
 
 
 def prove(directory: Path, make_adapter: Any = GenericAdapter) -> ProofVerdict:
@@ -36,13 +36,11 @@ def prove(directory: Path, make_adapter: Any = GenericAdapter) -> ProofVerdict:
     try:
         subject = Subject.load(directory, make_adapter)
         loaded = time.monotonic()
-        for part, found in _prove_images(subject):
-            parts.append(part)
-            facts = found
-        serves.append("image")
-        for kind, proof in PROOFS.items():
-            parts += proof(subject, facts)
-            serves.append(kind)
+        for kind in subject.kinds:
+            found = _prove_kind(subject, facts, kind, parts)
+            if found is not None:
+                facts = found
+                serves.append(kind)
     except Differs as error:
         parts.append(ProofPart(error.name, False, error.said))
     verdict = ProofVerdict(
@@ -58,7 +56,21 @@ def prove(directory: Path, make_adapter: Any = GenericAdapter) -> ProofVerdict:
     return verdict
 
 
-def _prove_images(subject: Subject) -> Iterator[tuple[ProofPart, MediaFacts]]:
+def _prove_kind(subject: Subject, facts: MediaFacts, kind: str, parts: list[ProofPart]) -> MediaFacts | None:
+    """Prove one kind of input and note its parts; its facts, or None if the model serves without this kind."""
+    try:
+        for part, found in PROOFS[kind](subject, facts):
+            parts.append(part)
+            facts = found
+    except Differs as error:
+        if kind not in SPARED or not facts.media_tokens.keys() - {kind}:
+            raise
+        parts.append(ProofPart(kind, False, f"{error.name}: {error.said}", spared=True))
+        return None
+    return facts
+
+
+def _prove_images(subject: Subject, _: MediaFacts) -> Iterator[tuple[ProofPart, MediaFacts]]:
     """Prove images, and find the facts on the way."""
     prompts = (one_image(), three_images())
     expected = [subject.expect(prompt) for prompt in prompts]
@@ -85,13 +97,25 @@ def _prove_images(subject: Subject) -> Iterator[tuple[ProofPart, MediaFacts]]:
     yield _prove_control(subject, expected[0]), facts
 
 
-def _prove_text(subject: Subject, facts: MediaFacts) -> Iterator[ProofPart]:
+def _prove_text(subject: Subject, facts: MediaFacts) -> Iterator[tuple[ProofPart, MediaFacts]]:
     prompt = text_alone()
-    yield prove_logits(subject, facts, prompt, subject.expect(prompt), PROOF_CHUNK)
+    yield prove_logits(subject, facts, prompt, subject.expect(prompt), PROOF_CHUNK), facts
 
 
-PROOFS: dict[str, Proof] = {"text": _prove_text}
-"""Further kinds of input, each with its proof: parts in order, or ``Differs``. Images come first, with the facts."""
+PROOFS: dict[str, Proof] = {"image": _prove_images, "text": _prove_text}
+"""Kinds of input, each with its proof: parts in order with the facts so far, or ``Differs``.
+
+What the processor does not take is left out (``Subject.kinds``). The first one finds the facts.
+"""
+SPARED = ("audio",)
+"""Kinds without which a model serves if another kind of media is proven."""
+
+
+def prove_inputs(trial: TriedModel, prompt: ProofPrompt, expected: Expected) -> Iterator[ProofPart]:
+    """Prove what the text model is given for a prompt: ids, features of media, positions."""
+    yield _prove_ids(trial, prompt, expected)
+    yield _prove_features(trial, prompt, expected)
+    yield _prove_positions(trial, prompt, expected)
 
 
 def open_tried(subject: Subject, facts: MediaFacts) -> TriedModel:
@@ -127,7 +151,8 @@ def _prove_features(trial: TriedModel, prompt: ProofPrompt, expected: Expected) 
     rows = torch.cat(_run(name, lambda: trial.features(made)))
     if expected.embeds is None:
         return ProofPart(name, True, f"{len(rows)} rows for {prompt.name}; compared by their logits alone")
-    at = torch.tensor([number == trial.facts.image_token_id for number in expected.ids])
+    media = set(trial.facts.media_tokens.values())
+    at = torch.tensor([number in media for number in expected.ids])
     error = relative_error(rows[:, : expected.embeds.shape[-1]], expected.embeds[at])
     if error > TOLERANCE:
         raise Differs(name, f"{len(rows)} rows for {prompt.name} are {error:.2g} off")
@@ -224,7 +249,7 @@ def _find_joined(subject: Subject, facts: MediaFacts) -> MediaFacts:
 def _prove_control(subject: Subject, expected: Expected) -> ProofPart:
     other = subject.expect(one_image(seed=1))
     change = relative_error(other.logits[0], expected.logits[0])
-    if change < _LEAST_CHANGE:
+    if change < LEAST_CHANGE:
         raise Differs(
             "control", f"another image changes the model's own logits by {change:.1g} only: nothing is proven"
         )

@@ -45,6 +45,7 @@ class Reference:
         self.processor = load_processor(directory, config, tokenizer)
         self.tokenizer, self.model, self.config = tokenizer, model, config
         self.flat = False  # the processor takes the images of a prompt as one list, not nested by prompt
+        self.audio_token = ""  # text of a clip, once it is found
 
     @property
     def grids(self) -> Any:
@@ -95,6 +96,8 @@ class Reference:
 
     def _make_inputs(self, prompt: ProofPrompt, marker: str) -> dict[str, Any]:
         """Make inputs by the chat template, or else from raw text."""
+        if prompt.clips:
+            return self._make_heard(prompt, marker)
         if self.has_template:
             left = iter(prompt.images)
             chat = [
@@ -115,6 +118,20 @@ class Reference:
             return dict(self.processor(text=[text], return_tensors="pt"))
         except ValueError:
             return dict(self.tokenizer([text], return_tensors="pt"))
+
+    def _make_heard(self, prompt: ProofPrompt, marker: str) -> dict[str, Any]:
+        """Make inputs of a prompt with clips, and images perhaps."""
+        if self.has_template:
+            left = {"image": iter(prompt.images), "audio": iter(prompt.clips)}
+            chat = [
+                {**message, "content": [_with_medium(part, left) for part in message["content"]]}
+                for message in prompt.messages
+            ]
+            settings = {"tokenize": True, "return_dict": True, "return_tensors": "pt", "add_generation_prompt": True}
+            return dict(self.processor.apply_chat_template(chat, **settings))
+        text = raw_text(prompt).replace("<image>", marker).replace("<audio>", self.audio_token)
+        given = self._image_keywords(text, prompt) if prompt.images else {"text": [text]}
+        return dict(self.processor(**given, audio=list(prompt.clips), return_tensors="pt"))
 
     @torch.inference_mode()
     def expect(self, prompt: ProofPrompt, marker: str, language: Any) -> Expected:
@@ -143,13 +160,18 @@ class Reference:
 
 
 def raw_text(prompt: ProofPrompt) -> str:
-    """Write a prompt as text, with ``<image>`` for each image, for models without a chat template."""
+    """Write a prompt as text, with ``<image>`` and ``<audio>`` for its media, for models without a chat template."""
     parts = [part for message in prompt.messages for part in message["content"]]
-    return " ".join("<image>" if part["type"] == "image" else part["text"] for part in parts)
+    return " ".join(part["text"] if part["type"] == "text" else f"<{part['type']}>" for part in parts)
 
 
 def _with_image(part: dict[str, Any], images: Iterator[Any]) -> dict[str, Any]:
     return {**part, "image": next(images)} if part["type"] == "image" else part
+
+
+def _with_medium(part: dict[str, Any], left: dict[str, Iterator[Any]]) -> dict[str, Any]:
+    kind = part["type"]
+    return {**part, kind: next(left[kind])} if kind in left else part
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trinity.preprocess.audio_kind import find_extractor
 from trinity.preprocess.checkpoint import read_config
 from trinity.preprocess.verdicts import MediaFacts
 from trinity.stages.models.base import HEAD_FIELDS, ModelAdapter
@@ -21,6 +22,7 @@ from trinity.stages.proof.reference import Expected, Reference
 
 TOLERANCE = 1e-3  # of logits and features, relative to the largest; float32 is exact to about 1e-6
 _TOKEN_NAMES = ("image_token", "image_placeholder_token", "boi_token", "image_start_token", "img_token")
+_ADAPTER = "adapter_config.json"
 _PLACEHOLDERS = ("image_token_id", "image_token_index", "media_placeholder_token_id")
 
 
@@ -44,6 +46,11 @@ class Subject:
     def load(cls, directory: Path, make_adapter: Any) -> Subject:
         """Load the whole model in float32, all in this process. Raises ``Differs`` if it lacks weights."""
         config = read_config(directory)
+        if (directory / _ADAPTER).is_file():
+            said = (
+                f"{_ADAPTER} names an adapter (LoRA) beside the weights, which its model switches by what it is given"
+            )
+            raise Differs("weights", f"{said}: merge it into them")
         kind = find_model_class(config)
         try:
             with quiet():
@@ -79,9 +86,18 @@ class Subject:
             raise Differs(
                 "text model", "it is an encoder-decoder, and keys and values of an encoder are no blocks here"
             )
-        if found.processor is None or not hasattr(found.processor, "image_processor"):
-            raise Differs("processor", "it has no image processor")
+        if found.processor is None or not (
+            hasattr(found.processor, "image_processor") or find_extractor(found.processor)
+        ):
+            raise Differs("processor", "it has no image processor, and no feature extractor of audio")
         return found
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """Kinds of input that its processor takes."""
+        processor = self.reference.processor
+        sees, hears = hasattr(processor, "image_processor"), find_extractor(processor) is not None
+        return ("image",) * sees + ("audio",) * hears + ("text",)
 
     @property
     def image_token(self) -> str:
@@ -150,7 +166,7 @@ class Subject:
     def expect(self, prompt: ProofPrompt) -> Expected:
         """Run the model's own route. Raises ``Differs`` if it does not run at all."""
         try:
-            return self.reference.expect(prompt, self.image_markup[1], self.language)
+            return self.reference.expect(prompt, self.image_markup[1] if prompt.images else "", self.language)
         except Differs:
             raise
         except Exception as error:
@@ -165,17 +181,22 @@ class Subject:
         states.one_by_one = True
         return True
 
-    def guess_facts(self, expected: Expected) -> MediaFacts:
-        """Derive facts from the structure and from a prompt with one image."""
-        number = self.find_placeholder(expected.ids)
+    def guess_facts(self, expected: Expected, placeholder: dict[str, Any] | None = None) -> MediaFacts:
+        """Derive facts from the structure and from a prompt with one medium.
+
+        ``placeholder`` (that of images): the facts that name it.
+        """
+        named = placeholder or {
+            "image_token_id": self.find_placeholder(expected.ids),
+            "image_token": self.image_token,
+            "image_marker": self._special_marker(),
+        }
         first = 0
         if expected.positions is not None and expected.positions.shape[0] == 1:
             first = int(expected.positions[0, 0])
         return MediaFacts(
             language=self.language_name,
-            image_token_id=number,
-            image_token=self.image_token,
-            image_marker=self._special_marker(),
+            **named,
             head=self._heads()[0],
             first=first,
         )

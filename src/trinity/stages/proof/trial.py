@@ -14,6 +14,7 @@ from torch import Tensor
 
 from trinity.core.messages import Encode, Open, Prefill, Step, Work
 from trinity.memory.block_memory import BlockMemory
+from trinity.preprocess.media_kinds import kind_names
 from trinity.preprocess.processor import ProcessedRequest, RequestProcessor
 from trinity.preprocess.proof_requests import process_prompt
 from trinity.preprocess.verdicts import MediaFacts, on_trial
@@ -66,7 +67,7 @@ class TriedModel:
     def process(self, prompt: ProofPrompt) -> ProcessedRequest:
         """Make ids, spans and encoder inputs of a prompt, item by item."""
         text = prompt.messages if self.templated else raw_text(prompt)
-        return process_prompt(self.processor, prompt.name, text, prompt.images, PROOF_OUTPUTS)
+        return process_prompt(self.processor, prompt.name, text, prompt.images, PROOF_OUTPUTS, prompt.clips)
 
     def encode(self, made: ProcessedRequest) -> tuple[BlockMemory | None, list[tuple[int, ...]]]:
         """Encode all items without the text model, into blocks that lie scattered."""
@@ -98,7 +99,9 @@ class TriedModel:
     def positions(self, work: Work) -> np.ndarray:
         """Compute the rotary positions [axes, length] of a prompt."""
         ids = np.array(work.prompt, dtype=np.int64)
-        kinds = (ids == self.facts.image_token_id).astype(np.int64)
+        kinds = np.zeros_like(ids)
+        for kind, token in self.facts.media_tokens.items():
+            kinds[ids == token] = 1 + kind_names().index(kind)
         found = self.adapter.positions(self.loaded.language, ids, work.media, kinds)
         return np.arange(len(ids))[None] + found.delta if found.prompt is None else found.prompt
 

@@ -1,0 +1,112 @@
+"""The proof of audio: a type that nobody listed serves clips, and what is broken is told by its part."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from support.checkpoint_files import checkpoint
+from trinity.preprocess.checkpoint import read_config
+from trinity.preprocess.model_types import check_config
+from trinity.preprocess.verdicts import MediaFacts, ProofPart, ProofVerdict, find_verdict
+from trinity.stages.models.base import MediaInputs
+from trinity.stages.models.generic import GenericAdapter
+from trinity.stages.proof import prove
+
+NAME = "any-moss_transcribe_diarize"
+PARTS = ("processor", "clips", "prompt ids", "features", "positions", "attention", "logits", "control", "least")
+
+
+def test_a_type_with_clips_alone_is_proven_and_the_verdict_kept() -> None:
+    verdict = prove(checkpoint(NAME))
+    assert verdict.failed is None
+    assert verdict.serves == ("audio", "text")
+    assert tuple(dict.fromkeys(part.name for part in verdict.parts)) == PARTS
+    assert verdict.facts.media_tokens.keys() == {"audio"}
+    assert find_verdict(checkpoint(NAME)) == verdict
+    assert check_config(read_config(checkpoint(NAME)), checkpoint(NAME)) == verdict.facts
+
+
+class Shifted(GenericAdapter):
+    """Features one row too late."""
+
+    def encode(self, model: Any, kind: str, items: Sequence[MediaInputs], counts: Sequence[int]) -> list[Tensor]:
+        return [rows.roll(1, 0) for rows in super().encode(model, kind, items, counts)]
+
+
+class Scaled(GenericAdapter):
+    """Logits a hundredth too large."""
+
+    def head(self, model: Any, hidden: Tensor) -> Tensor:
+        return super().head(model, hidden) * 1.01
+
+
+@pytest.mark.parametrize(("make_adapter", "part"), [(Shifted, "features"), (Scaled, "attention among a clip's tokens")])
+def test_a_broken_adapter_is_caught_by_the_part_that_it_breaks(make_adapter: Any, part: str) -> None:
+    verdict = prove(checkpoint(NAME), make_adapter)
+    assert not verdict.serves
+    assert verdict.failed is not None
+    assert verdict.failed.name == part
+
+
+def test_an_adapter_beside_the_weights_is_refused(tmp_path: Path) -> None:
+    directory = Path(shutil.copytree(checkpoint(NAME), tmp_path / "model"))
+    (directory / "adapter_config.json").write_text("{}")
+    verdict = prove(directory)
+    assert verdict.failed is not None
+    assert "an adapter (LoRA)" in verdict.failed.said
+
+
+def test_a_model_that_draws_at_random_is_refused_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.moss_transcribe_diarize.modeling_moss_transcribe_diarize import MossTranscribeDiarizeModel
+
+    own = MossTranscribeDiarizeModel.get_audio_features
+
+    def noisy(*given: Any, **named: Any) -> Any:
+        found = own(*given, **named)
+        found.pooler_output = found.pooler_output + torch.randn_like(found.pooler_output)
+        return found
+
+    monkeypatch.setattr(MossTranscribeDiarizeModel, "get_audio_features", noisy)
+    verdict = prove(
+        Path(shutil.copytree(checkpoint(NAME), Path(checkpoint(NAME)).parent / "noisy-moss", dirs_exist_ok=True))
+    )
+    assert verdict.failed is not None
+    assert "draws at random" in verdict.failed.said
+
+
+def test_clips_that_differ_leave_what_else_is_proven() -> None:
+    """A part that is spared does not fail a verdict, and the front end takes no such media."""
+    spared = ProofPart("audio", False, "features: 3 rows are 0.5 off", spared=True)
+    facts = MediaFacts(image_token_id=7, image_token="<image>")
+    verdict = ProofVerdict(model_type="both", parts=(spared,), serves=("image", "text"), facts=facts)
+    assert verdict.failed is None
+    assert facts.media_tokens == {"image": 7}
+
+
+SLOW = ("nemo_speechlm", "fun_asr_nano", "granite_speech", "granite_speech_plus")
+NEEDS_TORCHAUDIO = SLOW[1:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SLOW)
+def test_further_types_prove_their_clips(name: str) -> None:
+    if name in NEEDS_TORCHAUDIO:
+        pytest.importorskip("torchaudio")
+    verdict = prove(checkpoint(f"any-{name}"))
+    assert verdict.failed is None
+    assert verdict.serves == ("audio", "text")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "reason"), [("voxtral", "mistral-common"), ("vibevoice_asr", "draws at random")])
+def test_types_that_cannot_be_equal_say_why(name: str, reason: str) -> None:
+    verdict = prove(checkpoint(f"any-{name}"))
+    assert verdict.failed is not None
+    assert reason in verdict.failed.said
