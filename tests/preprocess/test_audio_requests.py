@@ -167,7 +167,7 @@ def test_a_long_clip_that_the_processor_refuses_keeps_its_own_reason(monkeypatch
         raise ValueError("out of order")
 
     reader = reader_of(processor)
-    least = reader._least_samples
+    least = reader.least_samples
     monkeypatch.setattr(reader, "_call", fail)
     with pytest.raises(BadMedia, match=r"which the model's processor refuses \(ValueError: out of order\)"):
         processor.process(Request("<audio>", media=[Media("audio", clip(1)[:least])]))

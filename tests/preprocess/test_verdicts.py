@@ -73,9 +73,9 @@ def test_a_failed_proof_refuses_by_the_part_that_differed(directory: Path) -> No
         require_facts(directory, "glm4v")
 
 
-def test_a_proof_that_proved_no_images_refuses(directory: Path) -> None:
+def test_a_proof_that_proved_no_media_refuses(directory: Path) -> None:
     keep_verdict(directory, msgspec.structs.replace(PASSED, serves=()))
-    with pytest.raises(UnsupportedModel, match="proved no images"):
+    with pytest.raises(UnsupportedModel, match="proved no media"):
         require_facts(directory, "glm4v")
 
 

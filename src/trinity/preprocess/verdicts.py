@@ -125,7 +125,7 @@ def require_facts(directory: Path, model_type: str) -> MediaFacts:
             f"the multimodal {model_type!r} has no adapter, and its self-check found that the {verdict.failed.name} "
             f"differ from the model's own: {verdict.failed.said}. Run python -m trinity.check {directory} for all of it"
         )
-    if not verdict.facts.media_tokens:
+    if not verdict.facts.media_tokens.keys() & set(verdict.serves):
         raise UnsupportedModel(f"the self-check of the multimodal {model_type!r} proved no media")
     return verdict.facts
 
