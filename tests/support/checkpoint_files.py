@@ -15,9 +15,10 @@ from support.loop_guard import left_out
 from support.paths import ROOT
 from trinity.testing.any_media_checkpoint import build_any_media
 from trinity.testing.checkpoints_fp8 import build_fp8_checkpoint
+from trinity.testing.checkpoints_omni import build_omni
 from trinity.testing.checkpoints_quantization import build_quantised_checkpoint
 
-FP8, ANY, OTHERS = "fp8-", "any-", "quantised-"
+FP8, ANY, OTHERS, WHOLE = "fp8-", "any-", "quantised-", "whole-"
 CACHE = ROOT / ".pytest_cache" / "trinity-checkpoints"
 
 
@@ -39,7 +40,7 @@ def checkpoint(name: str) -> Path:
     """The directory of checkpoint ``name``, built when first asked for. Read it only: it is shared.
 
     "fp8-llava" is "llava" with FP8 weights, "any-qwen3_vl_moe" a multimodal type that nobody listed, and
-    "quantised-bnb-nf4" one of ``checkpoints_quantization``.
+    "quantised-bnb-nf4" one of ``checkpoints_quantization``, "whole-qwen2_5_omni" a thinker with its talker.
     """
     target = CACHE / recipe_hash() / name
     if not target.exists():
@@ -52,10 +53,12 @@ def checkpoint(name: str) -> Path:
             build = build_any_media
         elif name.startswith(OTHERS):
             build = build_quantised_checkpoint
+        elif name.startswith(WHOLE):
+            build = build_omni
         target.parent.mkdir(parents=True, exist_ok=True)
         scratch = Path(tempfile.mkdtemp(dir=target.parent))
         with left_out():
-            build(name.removeprefix(FP8).removeprefix(ANY).removeprefix(OTHERS), scratch / name)
+            build(name.removeprefix(FP8).removeprefix(ANY).removeprefix(OTHERS).removeprefix(WHOLE), scratch / name)
         _publish(scratch, name, target)
     return target
 

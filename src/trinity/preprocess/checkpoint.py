@@ -62,6 +62,8 @@ def check_directory(model_dir: Path) -> None:
 def read_config(model_dir: Path) -> Any:
     """Read a checkpoint's config as transformers does, once its counts are possible ones.
 
+    Of a whole Qwen-Omni this is the config of its thinker, which writes all text; no talker is loaded.
+
     Raises ``ConfigError`` where there is no checkpoint or no model can have its config, and ``UnsupportedModel`` where
     transformers does not know the architecture.
     """
@@ -70,12 +72,30 @@ def read_config(model_dir: Path) -> Any:
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
+        return _take_thinker(AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False))
     except Exception as exc:  # its own readers, and those of each architecture's config, raise what they like
         raise UnsupportedModel(
             f"{str(model_dir)!r} has a config that transformers cannot read, or an architecture that it does not know "
             f"({type(exc).__name__}: {exc}); {explain_how_to_add()}"
         ) from exc
+
+
+def _take_thinker(config: Any) -> Any:
+    """Return the config of the thinker in a model that thinks and talks, with what is said of the whole; else itself.
+
+    The thinker's weights are named "thinker." there, a prefix that transformers knows to take off.
+    """
+    thinker = getattr(config, "thinker_config", None)
+    if thinker is None:
+        return config
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES as NAMES
+
+    names: Any = NAMES
+    thinker.architectures = [names[thinker.model_type]]
+    for name in ("dtype", "quantization_config"):
+        if getattr(thinker, name, None) is None and getattr(config, name, None) is not None:
+            setattr(thinker, name, getattr(config, name))
+    return thinker
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from trinity.testing.any_media_sizes import TypeSizes
 from trinity.testing.any_media_types import OWN_SIZES
 from trinity.testing.any_text_checkpoint import build_any_text, list_causal_types
 from trinity.testing.checkpoints import build_checkpoint
+from trinity.testing.checkpoints_omni import OMNI_TYPES, build_omni
 
 LISTED, CHECKED, NOT_SERVED = "serves, listed", "serves by self-check", "refused"
 
@@ -32,7 +33,7 @@ def try_media(model_type: str, folder: Path) -> Row:
     """Build a multimodal type and run its proof."""
     from trinity.stages.proof import prove
 
-    if model_type in PROVEN:
+    if model_type in (*PROVEN, *OMNI_TYPES):
         return try_listed(model_type, folder)
     try:
         refuse_stream(model_type)
@@ -53,7 +54,8 @@ def try_listed(model_type: str, folder: Path) -> Row:
     from trinity.preprocess.processor import RequestProcessor
     from trinity.stages.models import load_model
 
-    build_checkpoint(model_type, folder)
+    build = build_omni if model_type in OMNI_TYPES else build_checkpoint
+    build(model_type, folder)
     load_model(folder, "EPD", dtype="float32")
     processor = RequestProcessor(folder)
     try:
