@@ -24,6 +24,7 @@ from trinity.preprocess.model_types import check_config, explain_how_to_add
 from trinity.preprocess.own_processor import GivenProcessor, adopt_processor, check_processor
 from trinity.preprocess.placeholder_runs import RunTokenizer
 from trinity.preprocess.processor_parts import load_media_parts, load_part
+from trinity.preprocess.verdicts import MediaFacts
 
 _MOST_CACHED = 64  # texts whose tokenization is cached, each of the size of a prompt
 
@@ -138,12 +139,7 @@ def load_tokenizer_and_processor(
     check_processor(own)
     config = read_config(model_dir)
     facts = check_config(config, model_dir)
-    with _explain_failure(f"the tokenizer in {str(model_dir)!r} cannot be loaded", ConfigError):
-        from transformers import AutoTokenizer
-
-        load_tokenizer: Any = AutoTokenizer.from_pretrained
-        tokenizer = load_tokenizer(model_dir, local_files_only=True, trust_remote_code=False)
-        tokenizer("")  # drops padding and truncation that the file may ask for, before threads share it
+    tokenizer = _load_tokenizer(model_dir)
     last_call = threading.local()
     media_ids = _media_ids(config) if facts is None else frozenset(facts.media_tokens.values())
     with _explain_failure(f"the processor of model type {config.model_type!r} cannot be loaded", UnsupportedModel):
@@ -160,8 +156,9 @@ def load_tokenizer_and_processor(
         placeholders, text, media_ids = {}, ImageText(), frozenset[int]()
     else:
         text = IMAGE_TEXT.get(config.model_type, ImageText()) if facts is None else ImageText(atomic=facts.whole_media)
-        markup = ("", "", None) if facts is None else (facts.image_token, facts.image_marker, facts.audio_token)
-        placeholders = _find_placeholders(ModelFiles(config, tokenizer, processor, last_call, media_ids, *markup))
+        placeholders = _find_placeholders(
+            ModelFiles(config, tokenizer, processor, last_call, media_ids, *_proven_markup(facts))
+        )
     return LoadedProcessor(
         config=config,
         tokenizer=tokenizer,
@@ -178,6 +175,21 @@ def load_tokenizer_and_processor(
         clip_tokens=0 if facts is None else facts.clip_tokens,
         video_tail=VIDEO_TEXT.get(config.model_type, VideoText()).tail,
     )
+
+
+def _load_tokenizer(model_dir: Path) -> Any:
+    with _explain_failure(f"the tokenizer in {str(model_dir)!r} cannot be loaded", ConfigError):
+        from transformers import AutoTokenizer
+
+        load: Any = AutoTokenizer.from_pretrained
+        tokenizer = load(model_dir, local_files_only=True, trust_remote_code=False)
+        tokenizer("")  # drops padding and truncation that the file may ask for, before threads share it
+        return tokenizer
+
+
+def _proven_markup(facts: MediaFacts | None) -> tuple[str, str, str | None]:
+    """Return the markup of ``ModelFiles`` that a proof found, or what leaves it to the processor."""
+    return ("", "", None) if facts is None else (facts.image_token, facts.image_marker, facts.audio_token)
 
 
 def record_texts(tokenizer: Any, last_call: threading.local) -> Any:
