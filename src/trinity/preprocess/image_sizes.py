@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable
+from inspect import signature
 from typing import Any
 
 _BACKENDS = ("PilBackend", "TorchvisionBackend")
@@ -129,7 +130,8 @@ def _crops(images: Any, width: int, height: int, alone: bool) -> int:
 def _slices(images: Any, width: int, height: int, alone: bool) -> int:
     """MiniCPM-V: the image at about one size, and slices of it in a grid where it is large."""
     settings = {"scale_resolution": images.scale_resolution, "patch_size": images.patch_size}
-    settings["downsample_mode"] = images.downsample_mode
+    if "downsample_mode" in signature(images.find_best_resize).parameters:  # not in transformers 5.17
+        settings["downsample_mode"] = images.downsample_mode
     grid = None
     if images.slice_mode:
         grid = images.get_sliced_grid((height, width), images.max_slice_nums, images.scale_resolution)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from trinity.preprocess.checkpoint import read_json
-from trinity.preprocess.video_processors import find_torch_images, load_video_processor
+from trinity.preprocess.video_processors import find_images, load_video_processor
 
 _VIDEO_FIELDS = (
     "merge_size",
@@ -50,6 +50,8 @@ def load_media_parts(model_dir: Path, config: Any, names: Collection[str], with_
 
 def _load_images(model_dir: Path, model_type: str) -> Any:
     """Load the image processor with its PIL backend; one that has none, over torch alone."""
+    import transformers
+
     # Not from the package root: some releases hide the class there unless torchvision is installed.
     from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES, AutoImageProcessor
 
@@ -58,8 +60,11 @@ def _load_images(model_dir: Path, model_type: str) -> Any:
     settings = nested if isinstance(nested, dict) else read_json(model_dir / "preprocessor_config.json")
     backends = {kind: each for kind, each in names.items() if isinstance(each, dict)}  # older transformers has tuples
     named = settings.get("image_processor_type") or backends.get(model_type, {}).get("torchvision")
-    if any(each.get("torchvision") == named and "pil" not in each for each in backends.values()):
-        return find_torch_images(str(named)).from_dict(settings)
+    known = next((each for each in backends.values() if each.get("torchvision") == named), {})
+    if known and "pil" not in known:
+        return find_images(str(named), "torchvision").from_dict(settings)
+    if known and type(getattr(transformers, known["pil"], None)).__name__ == "DummyObject":  # in transformers 5.17
+        return find_images(known["pil"], "pil").from_dict(settings)
     load_images: Any = AutoImageProcessor.from_pretrained
     return load_images(model_dir, backend="pil", local_files_only=True, trust_remote_code=False)
 

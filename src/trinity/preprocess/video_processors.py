@@ -49,11 +49,11 @@ def load_video_processor(model_dir: Path, config: Any) -> Any:
 
 def _read_settings(model_dir: Path) -> dict[str, Any]:
     """Read the settings where transformers looks for them; {} if the checkpoint has none, so that defaults hold."""
-    from transformers.video_processing_utils import VideoProcessorMixin
-
+    utils = _load("transformers.video_processing_utils")
+    base = getattr(utils, "VideoProcessorMixin", None) or utils.BaseVideoProcessor  # transformers 5.17 has no mixin
     try:
         where = {"local_files_only": True}
-        read, _ = VideoProcessorMixin.get_video_processor_dict(str(model_dir), trust_remote_code=False, **where)
+        read, _ = base.get_video_processor_dict(str(model_dir), trust_remote_code=False, **where)
     except OSError:
         return {}
     settings = dict(read)
@@ -66,20 +66,27 @@ def _read_settings(model_dir: Path) -> dict[str, Any]:
 def _class_names() -> dict[str, str]:
     """Names of video processors by model type, as transformers has them where torchvision is installed."""
     mapping = _load("transformers.models.auto.video_processing_auto").VIDEO_PROCESSOR_MAPPING_NAMES
-    named = {model_type: (each or {}).get("torchvision") for model_type, each in mapping.items()}
+    # transformers 5.17 has names alone, later ones have one for each backend.
+    named = {kind: each.get("torchvision") if isinstance(each, dict) else each for kind, each in mapping.items()}
     return {model_type: name for model_type, name in named.items() if isinstance(name, str)}
 
 
-def find_torch_images(name: str) -> Any:
-    """Find the class of an image processor that has torchvision's backend alone. Raises ``ImportError``."""
+def find_images(name: str, backend: str) -> Any:
+    """Find the class of an image processor in its own module, by its backend ("pil", or "torchvision" over torch).
+
+    transformers' root hides some where torchvision is not installed. Raises ``ImportError``.
+    """
     from transformers.models.auto.configuration_auto import model_type_to_module_name
     from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
 
     names: Mapping[str, Any] = IMAGE_PROCESSOR_MAPPING_NAMES
-    for owner in [owner for owner, known in names.items() if (known or {}).get("torchvision") == name]:
+    for owner in [owner for owner, known in names.items() if (known or {}).get(backend) == name]:
         module = model_type_to_module_name(owner)
-        path = f"transformers.models.{module}.image_processing_{module}"
-        if importlib.util.find_spec(path) is not None and hasattr(found := _load(path), name):
+        path = f"transformers.models.{module}.image_processing_{'pil_' * (backend == 'pil')}{module}"
+        if importlib.util.find_spec(path) is None:
+            continue
+        found = importlib.import_module(path) if backend == "pil" else _load(path)
+        if hasattr(found, name):
             return getattr(found, name)
     raise ImportError(f"transformers has no image processor {name}")
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from trinity.errors import UnsupportedModel
 from trinity.preprocess.loader import find_processor_class, load_processor
-from trinity.preprocess.video_processors import find_torch_images
+from trinity.preprocess.video_processors import find_images
 from trinity.testing.any_media_sizes import TypeSizes, shrink_config, small_images
 from trinity.testing.any_media_types import OWN_SIZES
 from trinity.testing.checkpoints import _no_progress_bar, write_checkpoint
@@ -149,14 +149,14 @@ def make_image_processor(model_type: str, sizes: TypeSizes) -> Any:
 
     Raises ``UnsupportedModel`` if it has none.
     """
-    from transformers.models.auto import image_processing_auto
+    from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
 
-    names: Any = image_processing_auto.IMAGE_PROCESSOR_MAPPING_NAMES
+    names: Any = IMAGE_PROCESSOR_MAPPING_NAMES
     found = names.get(model_type) or {}
     name = sizes.image_processor or found.get("pil")
     if name is None and "torchvision" not in found:
         raise UnsupportedModel(f"transformers names no image processor for {model_type!r}")
-    kind = find_torch_images(found["torchvision"]) if name is None else _find_class(name)
+    kind = find_images(found["torchvision"], "torchvision") if name is None else _find_class(name)
     fields = small_images(kind) | sizes.images
     return kind(**fields)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from trinity.preprocess.video_processors import find_images
 from trinity.testing.checkpoints_recipes import (
     TEXT_CONFIG,
     VISION_CONFIG,
@@ -40,10 +41,10 @@ def internvl() -> Recipe:
 
 
 def idefics3() -> Recipe:
-    from transformers import Idefics3Config, Idefics3ForConditionalGeneration, Idefics3ImageProcessorPil
+    from transformers import Idefics3Config, Idefics3ForConditionalGeneration
     from transformers.models.idefics3.configuration_idefics3 import Idefics3VisionConfig
 
-    parts = _tile_parts(Idefics3Config, Idefics3VisionConfig, Idefics3ImageProcessorPil)
+    parts = _tile_parts(Idefics3Config, Idefics3VisionConfig, find_images("Idefics3ImageProcessorPil", "pil"))
     return Recipe(
         model_class=Idefics3ForConditionalGeneration,
         processor={"processor_class": "Idefics3Processor", "image_seq_len": 4},
@@ -52,10 +53,11 @@ def idefics3() -> Recipe:
 
 
 def smolvlm() -> Recipe:
-    from transformers import SmolVLMConfig, SmolVLMForConditionalGeneration, SmolVLMImageProcessorPil
+    from transformers import SmolVLMConfig, SmolVLMForConditionalGeneration
     from transformers.models.smolvlm.configuration_smolvlm import SmolVLMVisionConfig
 
-    parts = _tile_parts(SmolVLMConfig, SmolVLMVisionConfig, SmolVLMImageProcessorPil, side=84, scale=3)
+    images = find_images("SmolVLMImageProcessorPil", "pil")
+    parts = _tile_parts(SmolVLMConfig, SmolVLMVisionConfig, images, side=84, scale=3)
     return Recipe(
         model_class=SmolVLMForConditionalGeneration,
         processor={"processor_class": "SmolVLMProcessor", "image_seq_len": 4},
