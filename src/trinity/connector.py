@@ -201,7 +201,7 @@ class Connector:
             raise ClosedError("the connector is closed")
         source, target = check_value("source", source, BlockMemory), check_value("target", target, BlockMemory)
         blocks, places = (tuple(check_value("blocks", each, Sequence[int])) for each in (blocks, places))
-        kind, height, rows = source.kind, source.shape.shape[-2], check_value("rows", rows, int | None)
+        kind, height, rows = source.kind, source.shape.rows, check_value("rows", rows, int | None)
         if source.closed or target.closed:
             raise ClosedError(f"a pool of {kind} blocks is closed: the stage that it belongs to has ended")
         if target.kind != kind:
@@ -363,7 +363,7 @@ def plan_reads(memory: BlockMemory, pull: Pull) -> list[tuple[tuple[int, ...], t
     One of all blocks, or, where the last one has few rows (``should_cut``), one of those before it and one of its rows.
     """
     within, source, target = layer_byte_range(memory, pull.layers), pull.source_blocks, pull.target_blocks
-    if not pull.tail or not should_cut(len(source), pull.tail, memory.shape.shape[-2]):
+    if not pull.tail or not should_cut(len(source), pull.tail, memory.shape.rows):
         return [(source, target, within)]
     full = [(source[:-1], target[:-1], within)] if source[1:] else []
     return [*full, (source[-1:], target[-1:], tail_byte_range(memory, pull.layers, pull.tail))]

@@ -17,6 +17,7 @@ from support.pipeline_options import pipeline_options
 from trinity.core.scheduler import BatchRules
 from trinity.memory.block_memory import BlockMemory
 from trinity.pipeline import Pipeline
+from trinity.preprocess.model_types import PROVEN
 from trinity.preprocess.verdicts import find_verdict
 from trinity.request import Request, Sampling
 from trinity.stages.proof import prove
@@ -25,7 +26,8 @@ from trinity.testing.oracle import Oracle, OracleAnswer
 OUTPUTS = 16
 SIZES = ((90, 70), (64, 120), (150, 66))
 QUICK = ("qwen3_5", "1E1P1D")
-TYPES = ("qwen3_5", "qwen3_5_moe", "lfm3_vl")
+HYBRIDS = ("qwen3_5", "qwen3_5_moe", "lfm2_vl", "lfm3_vl", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7")
+TYPES = (*HYBRIDS, "granite_docling")
 PLACEMENTS = ("1E1P1D", "1EP1D", "1ED1P", "EPD")
 POOLS = {"image": 16, "kv": 256, "state": 3}
 SETTINGS: dict[str, Any] = {"dtype": "float32", "pools": POOLS, "rules": BatchRules(token_budget=23)}
@@ -34,7 +36,7 @@ Found = dict[str, tuple[list[int], torch.Tensor]]
 
 def proven(name: str) -> Path:
     directory = checkpoint(f"any-{name}")
-    if find_verdict(directory) is None:
+    if name not in PROVEN and find_verdict(directory) is None:  # a listed type may have another text model
         assert prove(directory).failed is None
     return directory
 
@@ -123,13 +125,13 @@ def test_a_hybrid_with_images_is_served_exactly(name: str, placement: str) -> No
     directory = proven(name)
     wanted, (found, moved) = answer(directory), serve(directory, placement)
     assert list_differing(found, wanted) == []
-    assert moved == MOVED[placement]
+    assert moved == MOVED[placement] - ({"state"} if name not in HYBRIDS else set())
     assert wanted["one"].token_ids != wanted["other"].token_ids, "another image gives other tokens"
 
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    "name", [pytest.param(each, marks=() if each == QUICK[0] else pytest.mark.slow) for each in TYPES]
+    "name", [pytest.param(each, marks=() if each == QUICK[0] else pytest.mark.slow) for each in HYBRIDS]
 )
 def test_the_control_zeroed_states_change_the_tokens(name: str) -> None:
     directory = proven(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ from msgspec.structs import replace
 
 from examples.custom_stage import MosaicStage
 from support.checkpoint_files import checkpoint
-from trinity.core.messages import IMAGE, KV, Grow, Open, Sampled, Step
+from support.hybrid_models import build_hybrid
+from trinity.core.messages import IMAGE, KV, STATE, Grow, Open, Sampled, Step
 from trinity.errors import StageError
 from trinity.stages.base import StageSetup
 from trinity.stages.encode import EncodeStage
@@ -24,7 +26,9 @@ def encoder(setup: StageSetup) -> EncodeStage:
 
 
 def language(letters: str) -> Callable[[StageSetup], LanguageStage]:
-    return lambda setup: LanguageStage(setup.model, setup.memory[KV], setup.memory.get(IMAGE), letters)
+    return lambda setup: LanguageStage(
+        setup.model, setup.memory[KV], setup.memory.get(IMAGE), letters, states=setup.memory.get(STATE)
+    )
 
 
 @pytest.mark.parametrize(
@@ -39,6 +43,24 @@ def test_stages_keep_the_contract(factory: Any) -> None:
 @pytest.mark.parametrize("name", ["llama", "qwen2_vl"])
 def test_with_other_models(name: str) -> None:
     check_stage(language("PD"), model=checkpoint(name))
+
+
+@pytest.mark.parametrize("letters", ["PD", "D"])
+@pytest.mark.slow
+def test_with_a_model_that_keeps_states(letters: str, tmp_path: Path) -> None:
+    check_stage(language(letters), model=build_hybrid(tmp_path / "lfm2", "lfm2"))
+
+
+def test_a_stage_that_loses_states_is_caught(tmp_path: Path) -> None:
+    class Stateless(Around):
+        """Begins with no states whatever a request has."""
+
+        def open(self, request: Open) -> None:
+            self.setup.memory[STATE].tensor.zero_()
+            super().open(request)
+
+    with pytest.raises(AssertionError, match="outputs are"):
+        check_stage(lambda setup: Stateless(setup, language("PD")), model=build_hybrid(tmp_path / "lfm2", "lfm2"))
 
 
 def test_without_a_model_one_is_built() -> None:

@@ -38,6 +38,11 @@ class BlockShape:
     dtype: Any
 
     @property
+    def rows(self) -> int:
+        """Rows of a block: tokens of KV, rows of features; the states of a request are one."""
+        return self.shape[-2] if len(self.shape) > 1 else 1
+
+    @property
     def block_bytes(self) -> int:
         size: int = self.dtype.itemsize
         for extent in self.shape:

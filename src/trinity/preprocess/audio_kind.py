@@ -168,6 +168,8 @@ class AudioKind(MediaKind):
         if not isinstance(token, str):
             raise UnsupportedModel(f"model type {kind!r} has no placeholder token for audio; {explain_how_to_add()}")
         if files.tokenizer.convert_tokens_to_ids(token) not in files.media_ids:
+            if files.image_token:  # of a type whose proof was of images alone
+                return None
             raise ConfigError(f"the processor's audio token {token!r} is not the config's audio_token_id")
         marker = _MARKERS.get(kind, "{token}").format(token=token)
         return Placeholder(token=token, marker=marker, reserved=reserved_tokens(files))

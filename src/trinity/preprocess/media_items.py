@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from trinity.preprocess.media import Picture
 
-_POSITION_KEYS = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts")
+_POSITION_KEYS = ("image_grid_thw", "video_grid_thw", "second_per_grid_ts", "target_sizes")
 _SIDES = (28, 56, 84, 112, 168, 224, 336, 448, 672, 896, 1344, 1792)  # of synthetic images, in pixels
 _DEFAULT_SIDE = 336
 _PROBE_SIZE = (640, 448)  # width, height of the image that tells if company matters: large and not square
@@ -167,8 +167,9 @@ def add_salt(content: str, salt: str) -> str:
 
 
 def _position_inputs(inputs: dict[str, Any]) -> dict[str, Any]:
-    """Select what positions are computed from, without the axis of items."""
-    return {name: inputs[name][0].tolist() for name in _POSITION_KEYS if name in inputs}
+    """Select what positions are computed from: one entry, or those of all parts of an item that is cut."""
+    found = {name: inputs[name].tolist() for name in _POSITION_KEYS if name in inputs}
+    return {name: each[0] if len(each) == 1 else each for name, each in found.items()}
 
 
 def _fingerprint(processor: Any) -> str:

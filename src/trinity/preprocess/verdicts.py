@@ -43,6 +43,7 @@ class MediaFacts(msgspec.Struct, frozen=True, kw_only=True):
     - ``joined`` (False): items of equal shapes may be encoded as one batch.
     - ``head`` ("config"): whose factors the output head applies: those of the "config", of its "text" part, or "none".
     - ``first`` (0): rotary position of the first token.
+    - ``axes`` (0): axes of rotary positions that the text model is given, where its config does not say more.
     """
 
     language: str = "language_model"
@@ -56,6 +57,7 @@ class MediaFacts(msgspec.Struct, frozen=True, kw_only=True):
     joined: bool = False
     head: str = "config"
     first: int = 0
+    axes: int = 0
 
     @property
     def media_tokens(self) -> dict[str, int]:

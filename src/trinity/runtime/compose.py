@@ -6,14 +6,14 @@ import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
 from trinity.core.block_pool import blocks_for
-from trinity.core.messages import IMAGE, KV, Encode, Open, Prefill, Sampled, Step, Work
+from trinity.core.messages import IMAGE, KV, STATE, Encode, Open, Prefill, Sampled, Step, Work
 from trinity.core.routing import RoutingPolicy, routing_policy
 from trinity.core.transfers import TransferPolicy
 from trinity.emulation.model import EmulatedModel
@@ -24,6 +24,7 @@ from trinity.memory.block_memory import BlockMemory
 from trinity.memory.cache_config import CacheConfig
 from trinity.preprocess.processor import ProcessedRequest
 from trinity.runtime import loader
+from trinity.runtime.composed_request import ComposedRequest
 from trinity.runtime.cuda_stream import make_lane_stream
 from trinity.runtime.host import InstanceHost, LoadedInstance, Network
 from trinity.runtime.shielded_wait import wait_shielded
@@ -36,36 +37,6 @@ _TOKENS = tuple[Count, ...]
 _Blocks = Sequence[int]
 
 
-@dataclass
-class _OpenRequest:
-    """An open request: its work and blocks, the rows that these hold and that are filled, and its tokens so far."""
-
-    work: Work
-    blocks: tuple[int, ...]
-    images: tuple[tuple[int, ...], ...]
-    rows: int
-    filled: int
-    outputs: int
-
-    def uses(self, kind: str) -> set[int]:
-        """List the blocks that a step of it may still read; features are in the KV blocks once all is prefilled."""
-        if kind == KV:
-            return set(self.blocks)
-        return set() if self.filled == len(self.work.prompt) else {block for each in self.images for block in each}
-
-    def check_prefill(self, work: Work, start: int) -> None:
-        """Raise ``ConfigError`` if ``work`` cannot be prefilled from ``start``: it goes on where the last ended."""
-        name = f"request {work.request}"
-        if work != self.work:
-            raise ConfigError(f"{name} is open with other work: close it, and open it with this")
-        if self.outputs:
-            raise ConfigError(f"{name} has its first token: decode it, or close it and open it again")
-        if start > self.filled:
-            raise ConfigError(f"the KV blocks of {name} are filled up to {self.filled}: prefill it from there")
-        if len(self.images) < len(work.media):
-            raise ConfigError(f"{name} is open without its images: open it with images=")
-
-
 class LoadedStage:
     """Weights, pools and stages of some roles, run by hand, as ``load_stage`` made them.
 
@@ -73,14 +44,15 @@ class LoadedStage:
     - ``pools``: ``BlockMemory`` by kind of block, which ``Connector.move`` reads and writes.
     - ``model``: the loaded weights.
 
-    A request takes blocks (``allocate``), is opened, prefilled and decoded in them, and closed; each call is one step,
-    on the stage's own thread. Raises ``StageError`` where a step cannot run. ``async with`` or ``aclose`` ends it.
+    A request takes blocks (``allocate``), of states too where the model's layers keep some, is opened, prefilled and
+    decoded in them, and closed; each call is one step, on the stage's own thread. Raises ``StageError`` where a step
+    cannot run. ``async with`` or ``aclose`` ends it.
     """
 
     def __init__(self, loaded: LoadedInstance) -> None:
         self.roles, self.pools, self.model = loaded.spec.roles, loaded.memory, loaded.model
         self._stages = loaded.stages
-        self._opened: dict[str, _OpenRequest] = {}
+        self._opened: dict[str, ComposedRequest] = {}
         self._free = {kind: list(range(memory.blocks)) for kind, memory in loaded.memory.items()}
         self._numbers = count(1)
         self._stream = make_lane_stream(loaded.spec.device, LANE, self.roles)
@@ -94,9 +66,9 @@ class LoadedStage:
         await self.aclose()
 
     def allocate(self, kind: str, rows: int) -> tuple[int, ...]:
-        """Take blocks for ``rows`` rows: tokens of KV, feature rows of an image. Raises ``ConfigError``."""
+        """Take blocks for ``rows`` rows: tokens of KV, feature rows of an image, states. Raises ``ConfigError``."""
         pool, rows = self._pool(kind), check_value("rows", rows, Count)
-        free, needed = self._free[kind], blocks_for(rows, pool.shape.shape[-2])
+        free, needed = self._free[kind], blocks_for(rows, pool.shape.rows)
         if needed > len(free):
             text = f"{rows} rows need {needed} {kind} blocks, and {len(free)} of {pool.blocks} are free"
             raise ConfigError(f"{text}: free some, or enlarge the pool")
@@ -132,12 +104,21 @@ class LoadedStage:
         await self._step("E", encodes=encodes)
 
     async def open(
-        self, work: Work, blocks: Sequence[int], *, images: Sequence[Sequence[int]] = (), tokens: Sequence[int] = ()
+        self,
+        work: Work,
+        blocks: Sequence[int],
+        *,
+        images: Sequence[Sequence[int]] = (),
+        tokens: Sequence[int] = (),
+        state: Sequence[int] = (),
     ) -> None:
         """Open a request: its KV blocks, the image blocks of a prompt to prefill, or its outputs after that.
 
+        ``state``: the block of its states, of a model whose layers keep some: ``allocate("state", 1)``.
+
         Raises ``ConfigError`` for one that is open, for blocks that are not taken, of another open request or do not
-        hold its prompt or images, and for tokens that the model does not have.
+        hold its prompt or images, for no block of states where it needs one, and for tokens that the model does not
+        have.
         """
         stages, work, tokens = self._of("PD"), check_value("work", work, Work), check_value("tokens", tokens, _TOKENS)
         if work.request in self._opened:
@@ -146,12 +127,13 @@ class LoadedStage:
         taken, images = self._check_blocks(KV, blocks), check_value("images", images, Sequence[_Blocks])
         self._check_unused(KV, taken)
         features = self._check_features(work, images) if images else ()
-        opened = Open(work=work, blocks=taken, images=features, tokens=tuple(tokens))
-        rows = len(taken) * self._pool(KV).shape.shape[-2]
+        held = self._check_state(work, check_value("state", state, Sequence[int]))
+        opened = Open(work=work, blocks=taken, images=features, tokens=tuple(tokens), state=held)
+        rows = len(taken) * self._pool(KV).shape.rows
         if rows < len(work.prompt):
             raise ConfigError(f"{len(taken)} KV blocks hold {rows} tokens, and the prompt has {len(work.prompt)}")
         filled = len(work.prompt) if tokens else 0
-        self._opened[work.request] = _OpenRequest(work, taken, features, rows, filled, len(tokens))
+        self._opened[work.request] = ComposedRequest(work, taken, features, rows, filled, len(tokens), held)
         try:
             for stage in stages:
                 await self._call(partial(stage.open, opened))
@@ -226,6 +208,18 @@ class LoadedStage:
             raise ConfigError(f"not all of the {kind} blocks {numbers} are taken: allocate them first")
         return numbers
 
+    def _check_state(self, work: Work, blocks: Sequence[int]) -> tuple[int, ...]:
+        """Return the block of a request's states. Raises ``ConfigError`` unless the model needs just what is given."""
+        needed = 1 if STATE in self.pools else 0
+        if len(blocks) != needed:
+            keeps = 'keeps states: open it with state=stage.allocate("state", 1)' if needed else "keeps no states"
+            raise ConfigError(f"request {work.request} has {len(blocks)} blocks of states, and the model {keeps}")
+        if not needed:
+            return ()
+        held = self._check_blocks(STATE, blocks)
+        self._check_unused(STATE, held)
+        return held
+
     def _check_unused(self, kind: str, blocks: Sequence[int]) -> None:
         """Raise ``ConfigError`` if an open request may still read one of ``blocks``."""
         for request, opened in self._opened.items():
@@ -240,7 +234,7 @@ class LoadedStage:
             raise ConfigError(f"the prompt has {len(work.media)} images: give blocks for each, not for {len(blocks)}")
         features = tuple(self._check_blocks(IMAGE, each) for each in blocks)
         for span, places in zip(work.media, features, strict=True):
-            rows = len(places) * self._pool(IMAGE).shape.shape[-2]
+            rows = len(places) * self._pool(IMAGE).shape.rows
             if rows < span.tokens:
                 raise ConfigError(f"{len(places)} image blocks hold {rows} rows, and the image has {span.tokens}")
         return features
@@ -261,12 +255,12 @@ class LoadedStage:
             raise ConfigError(f"the {kind} blocks {numbers} are not all in a pool of {most}")
         return numbers
 
-    def _find(self, request: str) -> _OpenRequest:
+    def _find(self, request: str) -> ComposedRequest:
         if request not in self._opened:
             raise ConfigError(f"request {request} is not open here: open it first")
         return self._opened[request]
 
-    def _find_decoding(self, request: str) -> _OpenRequest:
+    def _find_decoding(self, request: str) -> ComposedRequest:
         """Find a request whose next token can be decoded. Raises ``ConfigError``."""
         found = self._find(request)
         rows = len(found.work.prompt) + found.outputs

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from trinity.core.block_pool import blocks_for
-from trinity.core.messages import IMAGE, KV, Encode, MediaSpan, Open, Prefill, ResolvedSampling, Step, Work
+from trinity.core.messages import IMAGE, KV, STATE, Encode, MediaSpan, Open, Prefill, ResolvedSampling, Step, Work
 from trinity.costs.budgets import (
     MAX_DECODE_ROWS,
     MAX_PREFILL_TOKENS,
@@ -219,7 +219,9 @@ class Probe:
         return MAX_PREFILL_TOKENS
 
     def most_rows(self) -> int:
-        return MAX_DECODE_ROWS
+        """Most decode rows of a step: each needs a block of its own for its states, where the model keeps some."""
+        states = self.loaded.memory.get(STATE)
+        return MAX_DECODE_ROWS if states is None else min(MAX_DECODE_ROWS, states.blocks)
 
     def most_images(self) -> int:
         blocks = blocks_for(self.image_tokens, self.loaded.settings.image_block_size)
@@ -241,7 +243,7 @@ class Probe:
         With ``prefilled``: a chunk of one prompt, behind so many tokens that are in the KV cache already.
         """
         if prefilled:
-            one = self._open(0, prefilled + tokens, ())
+            one = self._open(0, prefilled + tokens, (), prefilled)
             chunk = Prefill(one.work.request, prefilled, tokens, True)
             return self._run("P", Step(0, "joint", prefills=(chunk,)), [one])
         lengths = [self._context] * (tokens // self._context)
@@ -264,15 +266,18 @@ class Probe:
         chunk, names = Prefill(one.work.request, 0, tokens, True), tuple(each.work.request for each in opened)
         return self._run("P", Step(0, "joint", prefills=(chunk,), decodes=names), [*opened, one])
 
-    def _open(self, number: int, length: int, tokens: tuple[int, ...]) -> Open:
-        """Make a request with KV blocks of its own while there are some; their content does not matter.
+    def _open(self, number: int, length: int, tokens: tuple[int, ...], prefilled: int = 0) -> Open:
+        """Make a request with blocks of its own while there are some; their content does not matter.
 
         Rows that all read the same blocks would find them in a processor's cache, unlike those of a real batch.
         """
         work = Work(request=f"{PROBE}-{number}", prompt=(0,) * length, max_tokens=2, sampling=ResolvedSampling(seed=0))
         there = self.loaded.memory[KV].blocks
         count = min(blocks_for(length + 1, self.loaded.settings.kv_block_size), there)
-        return Open(work=work, blocks=tuple((number * count + at) % there for at in range(count)), tokens=tokens)
+        blocks = tuple((number * count + at) % there for at in range(count))
+        states = self.loaded.memory.get(STATE)
+        held = () if states is None else (number % states.blocks,)
+        return Open(work=work, blocks=blocks, tokens=tokens, cached=prefilled, state=held)
 
     def _run(self, letter: str, step: Step, opened: list[Open]) -> float:
         stage = next(stage for stage in self.loaded.stages if letter in stage.letters)

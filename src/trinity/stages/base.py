@@ -123,7 +123,7 @@ class StageSetup:
 
     - ``roles``: the letters that the instance serves.
     - ``model``: the loaded weights.
-    - ``memory``: the instance's block memory by kind ("image", "kv").
+    - ``memory``: the instance's block memory by kind ("image", "kv", "state").
     - ``observe`` (None): called with (request, output index, logits [vocabulary]) of every sampled token.
     - ``attention`` ("auto"): name of the attention backend.
     """

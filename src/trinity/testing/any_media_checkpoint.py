@@ -54,7 +54,9 @@ def build_any_media(model_type: str, directory: Path, *, seed: int = 0) -> Path:
     config = make_config(config_class, len(tokenizer) + sizes.further_ids, sizes)
     fields = {"processor_class": processor_class.__name__, **_further_parts(model_type, processor_class, sizes)}
     fields |= {**_processor_fields(processor_class, config, sizes)}
-    recipe = Recipe(config, _model_class(model_type), tokenizer, images, fields)
+    # As large behind the text model's own factor as elsewhere: beside larger ones features would not show.
+    factor = getattr(config.get_text_config(), "embedding_multiplier", None) or 1.0
+    recipe = Recipe(config, _model_class(model_type), tokenizer, images, fields, embedding_std=0.5 / factor)
     directory.mkdir(parents=True, exist_ok=True)
     recipe.save_processor(directory)
     for part in parts:
@@ -209,11 +211,20 @@ def _set_token_ids(config: Any, tokenizer: Any, processor: Any) -> None:
     parts = [config, *(getattr(config, name) for name in config.sub_configs if getattr(config, name, None) is not None)]
     for part in parts:
         for name in list(part.to_dict()):
-            if (
-                name.endswith(("_token_id", "_token_index"))
-                and (found := _token_id(name, tokenizer, processor)) is not None
-            ):
+            named = name.endswith(("_token_id", "_token_index"))
+            found = _token_id(name, tokenizer, processor) if named else _marker_id(name, tokenizer)
+            if found is not None:
                 setattr(part, name, found)
+
+
+def _marker_id(name: str, tokenizer: Any) -> int | None:
+    """Find the id of a marker that a config names without the word token, such as image_start_id or newline_id."""
+    stem = name.removesuffix("_id")
+    text = "\n" if stem == "newline" else getattr(tokenizer, f"{stem}_token", None)
+    if stem == name or not isinstance(text, str):
+        return None
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    return int(ids[0]) if len(ids) == 1 else None
 
 
 def _token_id(name: str, tokenizer: Any, processor: Any) -> int | None:

@@ -79,6 +79,9 @@ _SMALL: dict[str, Any] = {
     "linear_value_head_dim": 16,
     "linear_num_key_heads": 2,
     "linear_num_value_heads": 4,
+    "attention_multiplier": (_HIDDEN // _HEADS) ** -0.5,  # Granite's factors are for its own width
+    "residual_multiplier": 1.0,
+    "insert_layer_id": 0,  # of MiniCPM's window merger: behind a layer that is there
 }
 _DROPPED = (
     "layer_types",

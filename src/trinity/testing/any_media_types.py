@@ -21,7 +21,9 @@ _LLAVA = TypeSizes(
 OWN_SIZES: dict[str, TypeSizes] = {
     "cohere2_vision": TypeSizes(images={"patch_size": 2}),
     "minimax_m3_vl": TypeSizes(image_token="]<]image[>[", image_text="]<]image[>[", plain=("]<]image[>[",)),
-    "lfm2_vl": TypeSizes(config={"vision_config.patch_size": 16}),
+    "lfm2_vl": TypeSizes(
+        config={"vision_config.patch_size": 16, "text_config.layer_types": ["conv", "full_attention"]}
+    ),
     "gemma4_unified": TypeSizes(start={"vision_config": {}}, config={"text_config.per_layer_config": None}),
     "aya_vision": TypeSizes(processor={"img_size": 56, "patch_size": 14}),
     "blip-2": TypeSizes(
@@ -116,6 +118,7 @@ OWN_SIZES: dict[str, TypeSizes] = {
         config={"text_config.num_key_value_heads": 4, "text_config.head_dim": 32}, images=_QWEN_IMAGES
     ),
     "granite_docling": TypeSizes(processor={"image_seq_len": 1}),
+    "minicpm_ocr": TypeSizes(config={"text_config.layer_types": _HYBRID}),
     "granite4_vision": TypeSizes(
         config={
             "downsample_rate": "1/2",
@@ -159,6 +162,7 @@ OWN_SIZES: dict[str, TypeSizes] = {
         images=_QWEN3_IMAGES,
     ),
     "llava_next_video": _LLAVA,
+    "minicpmv4_6": TypeSizes(config={"text_config.layer_types": _HYBRID}),
     "minicpmv4_7": TypeSizes(config={"text_config.layer_types": _HYBRID}),
     "mistral3": TypeSizes(
         config={"vision_feature_layer": -1, "vision_config.head_dim": 16},
@@ -169,6 +173,19 @@ OWN_SIZES: dict[str, TypeSizes] = {
         config={"vision_feature_layer": -1},
         images={"size": {"longest_edge": 112}, "patch_size": {"height": 14, "width": 14}},
         processor={"patch_size": 14, "spatial_merge_size": 2},
+    ),
+    "nemotron_h_omni": TypeSizes(
+        config={
+            "text_config.layers_block_type": ["linear_attention", "full_attention", "moe"],
+            "text_config.mamba_num_heads": 8,
+            "text_config.mamba_head_dim": 16,
+            "text_config.ssm_state_size": 16,
+            "text_config.n_groups": 2,
+            "text_config.moe_shared_expert_intermediate_size": 128,
+            "vision_hidden_size": 64,
+            "vision_config.max_img_size": 224,
+        },
+        images={"min_num_patches": 16, "max_num_patches": 64},
     ),
     "ovis2": TypeSizes(
         tokens={"image_token": "<IMG_ATOM>"},

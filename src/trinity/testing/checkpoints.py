@@ -142,7 +142,9 @@ def _silence(model: Any, tokenizer: Any) -> None:
     """Give special tokens and unused rows a logit of 0, which the largest of many random logits exceeds."""
     import torch
 
+    from trinity.stages.models.base import find_head
+
     with torch.no_grad():
-        head = model.get_output_embeddings().weight
+        head = find_head(model).weight
         head[list(tokenizer.added_tokens_decoder)] = 0.0
         head[len(tokenizer) :] = 0.0

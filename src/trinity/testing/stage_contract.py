@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from trinity.core.block_pool import blocks_for
-from trinity.core.messages import IMAGE, KV, Encode, Grow, Open, Prefill, Sampled, Step, Work
+from trinity.core.messages import IMAGE, KV, STATE, Encode, Grow, Open, Prefill, Sampled, Step, Work
 from trinity.errors import StageError
 from trinity.memory.block_memory import BlockMemory
 from trinity.preprocess.processor import ProcessedRequest, RequestProcessor
@@ -53,7 +53,11 @@ class StageBench:
             KV: max(LEAST_ROWS[KV], -(-longest // TABLE_BLOCKS)),
             IMAGE: max(LEAST_ROWS[IMAGE], -(-largest // IMAGE_BLOCKS)),
         }
-        shapes = [self.model.kv_shape(self.rows[KV]), self.model.image_shape(self.rows[IMAGE])]
+        shapes = [
+            self.model.kv_shape(self.rows[KV]),
+            self.model.image_shape(self.rows[IMAGE]),
+            self.model.state_shape(),
+        ]
         self.memory = {shape.kind: BlockMemory(shape, BLOCKS) for shape in shapes if shape is not None}
         for each in self.memory.values():
             each.tensor.copy_(torch.rand(each.tensor.shape, generator=torch.Generator().manual_seed(1)))
@@ -103,7 +107,8 @@ class StageBench:
             made = torch.Generator().manual_seed(int(work.request))
             place = self.memory[IMAGE].tensor[list(images[0])]
             self.memory[IMAGE].tensor[list(images[0])] = torch.rand(place.shape, generator=made)
-        self.stage.open(Open(work=work, blocks=tuple(blocks), images=images, tokens=tuple(tokens)))
+        state = (int(work.request),) if STATE in self.memory else ()
+        self.stage.open(Open(work=work, blocks=tuple(blocks), images=images, tokens=tuple(tokens), state=state))
 
     def prefill(self, work: Work, blocks: Sequence[int], *borders: int) -> int:
         """Open and prefill a request in chunks that end at ``borders``; return its first token."""
@@ -120,7 +125,7 @@ class StageBench:
         """Open a request to decode: its prompt is prefilled here, by trinity's own stage if this one has no P."""
         if "P" in self.letters:
             return self.prefill(work, blocks)
-        prefill = LanguageStage(self.model, self.memory[KV], None, "P")
+        prefill = LanguageStage(self.model, self.memory[KV], None, "P", states=self.memory.get(STATE))
         token = StageBench(lambda setup: prefill, self.model, (), self.roles).prefill(work, blocks)
         self.open(work, blocks, tokens=[token])
         return token

@@ -168,7 +168,7 @@ class ModelAdapter:
         grids = defaultdict(list)
         for span in spans:
             for name, value in span.meta.items():
-                grids[name].append(value)
+                grids[name] += value if isinstance(value, list) and isinstance(value[0], list) else [value]
         method = model.base_model.get_rope_index
         accepted = inspect.signature(method).parameters
         given = {name: torch.tensor(values) for name, values in grids.items() if name in accepted}
@@ -192,7 +192,15 @@ class ModelAdapter:
 
     def head(self, model: Any, hidden: Tensor) -> Tensor:
         """Compute logits [rows, vocabulary] of hidden states [rows, hidden], as the model's own forward does."""
-        return scale_logits(model.get_output_embeddings()(hidden), self.config)
+        return scale_logits(find_head(model)(hidden), self.config)
+
+
+def find_head(model: Any) -> Any:
+    """Find the output head of a model: its own, or that of the causal model which is its text model; None without."""
+    own, text = model.get_output_embeddings(), model.get_decoder()
+    if own is not None or text is None or text is model or not hasattr(text, "get_output_embeddings"):
+        return own
+    return text.get_output_embeddings()
 
 
 HEAD_FIELDS = ("logit_scale", "logits_scaling", "final_logit_softcapping")  # Cohere, Granite, Gemma 2

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trinity.core.messages import MediaSpan
 from trinity.preprocess.verdicts import MediaFacts
-from trinity.stages.models.base import MediaInputs, ModelAdapter, RotaryPositions, scale_logits
+from trinity.stages.models.base import MediaInputs, ModelAdapter, RotaryPositions, find_head, scale_logits
 
 
 class GenericAdapter(ModelAdapter):
@@ -28,6 +28,10 @@ class GenericAdapter(ModelAdapter):
     @property
     def multimodal(self) -> bool:
         return True
+
+    @property
+    def axes(self) -> int:
+        return max(self.facts.axes, super().axes)
 
     def language_name(self, model: Any) -> str | None:
         return self.facts.language
@@ -61,7 +65,7 @@ class GenericAdapter(ModelAdapter):
         return super().positions(model, prompt, spans, kinds)
 
     def head(self, model: Any, hidden: Tensor) -> Tensor:
-        logits: Tensor = model.get_output_embeddings()(hidden)
+        logits: Tensor = find_head(model)(hidden)
         if self.facts.head == "none":
             return logits
         return scale_logits(logits, self.config if self.facts.head == "config" else self.text_config)

@@ -34,7 +34,7 @@ from trinity.stages.kernels.known_sources import LayerPart
 from trinity.stages.kernels.last_layer import drop_unused_layers, skip_unsampled_rows
 from trinity.stages.kernels.linear import _is_packing_faster, pack_weights, use_onednn
 from trinity.stages.kernels.native_linear import is_native_faster, use_native_products
-from trinity.stages.models.base import ModelAdapter
+from trinity.stages.models.base import ModelAdapter, find_head
 from trinity.stages.models.checks import refuse_layers, self_check, set_attention
 from trinity.stages.models.loaded_model import LoadedModel
 from trinity.stages.models.partial_models import find_model_class, make_partial_class
@@ -213,7 +213,7 @@ def _part(
             prepare_states(part, find_adapter(read_config(directory), directory)[0])
         quantised = getattr(part, "trinity_quantised", None)
         if quantised:  # its layers are the library's, whose weights no kernel here can read
-            check_rows(quantised, part.get_output_embeddings(), dtype, device)
+            check_rows(quantised, find_head(part), dtype, device)
             return part
         use_fp8_products(part)
         use_native_products(part)

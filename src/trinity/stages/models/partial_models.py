@@ -7,7 +7,7 @@ from typing import Any
 
 from trinity.errors import UnsupportedModel
 from trinity.preprocess.checkpoint import check_elements
-from trinity.stages.models.base import ModelAdapter
+from trinity.stages.models.base import ModelAdapter, find_head
 from trinity.stages.models.registry import HOW_TO_ADD
 
 
@@ -39,7 +39,7 @@ def make_partial_class(
     class Part(whole):  # type: ignore[misc]
         def __init__(self, *given: Any, **named: Any) -> None:
             super().__init__(*given, **named)
-            if self.get_output_embeddings() is None:
+            if find_head(self) is None:
                 raise UnsupportedModel(f"{whole.__name__} has no language head: it does not generate")
             self.whole_names = {name for name, _ in self.named_modules()}
             if adapter.multimodal and not late:
@@ -66,9 +66,10 @@ def _drop(model: Any, adapter: ModelAdapter, part: str) -> None:
     name = adapter.language_name(model)
     core = model.base_model
     if part == "language":
-        unwanted = [(core, child) for child, _ in core.named_children() if child != name]
+        head = find_head(model)  # beside the towers, where the model has no base of its own
+        unwanted = [(core, child) for child, module in core.named_children() if child != name and module is not head]
     else:
-        heads = [child for child, _ in model.named_children() if child != model.base_model_prefix]
+        heads = [child for child, module in model.named_children() if module is not core and core is not model]
         unwanted = [(core, name), *((model, child) for child in heads)]
     for owner, child in unwanted:
         setattr(owner, child, None)

@@ -191,14 +191,16 @@ class Subject:
             "image_token": self.image_token,
             "image_marker": self._special_marker(),
         }
-        first = 0
-        if expected.positions is not None and expected.positions.shape[0] == 1:
-            first = int(expected.positions[0, 0])
+        first = axes = 0
+        if expected.positions is not None:
+            axes = min(3, expected.positions.shape[0])  # a fourth is mostly the text's own, and else in the config
+            first = int(expected.positions[0, 0]) if axes == 1 else 0
         return MediaFacts(
             language=self.language_name,
             **named,
             head=self._heads()[0],
             first=first,
+            axes=axes,
         )
 
     def _special_marker(self) -> str:
