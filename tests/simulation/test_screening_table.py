@@ -10,11 +10,14 @@ from typing import Any
 import pytest
 
 from trinity.core.instance.settings import Settings
+from trinity.core.messages import STATE
 from trinity.core.routing import ROUTING_POLICIES
 from trinity.core.scheduler import BatchRules
 from trinity.core.transfers import TransferPolicy
 from trinity.costs.cluster import Cluster
 from trinity.costs.emulated_cost import LinearCost
+from trinity.errors import ConfigError
+from trinity.simulation.compiled_engine import CompiledPlacement
 from trinity.simulation.screening_table import LEAST_LOADED, MOST_LOST, SCREENED_AS, ScreeningRow, screen_settings
 from trinity.simulation.simulator import Simulator
 from trinity.testing.virtual import make_settings
@@ -110,6 +113,14 @@ def test_what_has_no_stand_in_is_not_screened() -> None:
 
     assert near(plain(), cost=Other()).missing == "cost=Other"
     assert near(plain(rules=BatchRules(policy="time", cost=Other(), limit_s=1.0))).missing == "cost=Other"
+
+
+def test_states_are_left_to_the_cores_and_never_left_out() -> None:
+    hybrid = [replace(each, pools={**each.pools, STATE: 2}) for each in plain()]
+    assert near(hybrid).missing == "pools of state blocks"
+    given: dict[str, Any] = {"cluster": None, "model": None, "max_waiting": 4, "interference": 1.0}
+    with pytest.raises(ConfigError, match="no pools of state blocks"):  # before anything else is read
+        CompiledPlacement(hybrid, costs=[COST] * 3, **given)
 
 
 def test_a_row_has_every_value_or_those_that_it_names() -> None:

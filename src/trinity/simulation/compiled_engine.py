@@ -25,6 +25,7 @@ from trinity.costs.emulated_cost import LinearCost, TableCost
 from trinity.costs.layer_parts import ExpertShape
 from trinity.costs.model_shape import ModelShape
 from trinity.costs.step_cost import CostTables, Roofline
+from trinity.errors import ConfigError
 from trinity.memory.native import extension
 from trinity.simulation.compiled_workload import CompiledWorkload, Floats, Ints, rows_of
 from trinity.traces.trace import SLO
@@ -123,7 +124,8 @@ class CompiledPlacement:
     """Instances in the engine's form, from the ``settings`` of ``trinity.simulation.screening_table.screen_settings``.
 
     Messages, steps and pulls take as long as in ``trinity.simulation.cluster_model.SimulatedCluster``. Requests ask for
-    ``ask`` tokens.
+    ``ask`` tokens. Raises ``ConfigError`` for pools of other blocks than images and KV, such as states: it would replay
+    as if a request needed none.
     """
 
     def __init__(
@@ -138,6 +140,8 @@ class CompiledPlacement:
         ask: int = 0,
         least_loaded: bool = False,
     ) -> None:
+        if beyond := other_pools(settings):
+            raise ConfigError(f"the compiled engine has no {beyond}: replay on the cores (backend='python')")
         self.settings, self.ask = settings, ask
         known: list[tuple[StepTime, Any]] = []
         limits = [inf if each.rules.limit_s is None else each.rules.limit_s for each in settings]
@@ -172,6 +176,12 @@ def simulate(
     times, asked, aborts = zip(*ordered, strict=True) if ordered else ((), (), ())
     raw = deployed.run(work, np.array(times, np.float64), np.array(asked, np.int32), np.array(aborts, np.uint8), log)
     return unpack_replay(raw, work, deployed.settings)
+
+
+def other_pools(settings: Sequence[Settings]) -> str:
+    """Name the pools that the engine does not know, such as those of states; "" where there are none."""
+    beyond = sorted({kind for each in settings for kind in each.pools} - {*KINDS})
+    return f"pools of {', '.join(beyond)} blocks" if beyond else ""
 
 
 def _setup(each: Settings, place: int, cluster: Cluster) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from trinity.core.instance.settings import Settings
 from trinity.core.scheduler import BatchRules, StepTime
 from trinity.core.transfers import TransferPolicy
-from trinity.simulation.compiled_engine import COSTS, name_cost
+from trinity.simulation.compiled_engine import COSTS, name_cost, other_pools
 
 MOST_LOST = 0.03  # of the goodput, by a stand-in that is earned
 LEAST_LOADED = "least_loaded, loads known at once"
@@ -50,7 +50,7 @@ REPORTS = ScreeningRow(note="only reports hang on it, and none are sent where lo
 SCREENED_AS: Mapping[str, ScreeningRow] = {
     "Settings.name": ANY_VALUE,
     "Settings.roles": ANY_VALUE,
-    "Settings.pools": ANY_VALUE,
+    "Settings.pools": ScreeningRow(note="of images and KV: where requests hold states, the cores replay"),
     "Settings.rules": ScreeningRow(note="by their own rows"),
     "Settings.host": ScreeningRow(("",), note="a Simulator names none: in turn over all hosts, each move at its price"),
     "Settings.lanes": ANY_VALUE,
@@ -164,6 +164,7 @@ def screen_settings(
     missing = next((_format_setting(*key) for key, stand_in in found.items() if stand_in is None), "")
     if len({tuple(getattr(each, name) for name in ALIKE) for each in near}) > 1:
         missing = missing or "instances with other blocks, caches, transfers or reservation than the rest"
+    missing = missing or other_pools(settings)
     stand_ins = tuple(each for each in found.values() if each is not None and each.stands != each.value)
     said = tuple(each for each in stand_ins if each.setting != "Settings.report_s")
     return ScreenedInstances(near, policy == LEAST_LOADED, said, missing)
