@@ -1,4 +1,4 @@
-"""Parts of a language model's layers that cost other than a dense one's: mixtures of experts and latent attention."""
+"""Parts of a language model's layers that cost other than a dense one's: experts, latent attention and states."""
 
 from __future__ import annotations
 
@@ -36,6 +36,23 @@ class ExpertShape(msgspec.Struct, frozen=True, kw_only=True):
     def weights(self, width: int, experts: float, matrices: int) -> float:
         """Weights of all its layers with so many ``experts``, of ``matrices`` each: router and shared part included."""
         return self.layers * width * (self.experts + matrices * (experts * self.ffn + self.shared))
+
+
+class StateShape(msgspec.Struct, frozen=True, kw_only=True):
+    """Shape of the states that some layers keep of a request, in place of keys and values of each token.
+
+    layers: layers that keep states, and do not attend.
+    nbytes (bytes): states of one request, of all of them.
+
+    Raises ``ConfigError`` for values out of range.
+    """
+
+    layers: int
+    nbytes: int
+
+    def __post_init__(self) -> None:
+        if min(self.layers, self.nbytes) < 1:
+            raise ConfigError(f"{self!r}: sizes must be at least 1")
 
 
 class LatentShape(msgspec.Struct, frozen=True, kw_only=True):

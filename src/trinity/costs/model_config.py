@@ -24,6 +24,7 @@ from trinity.costs.expert_config import read_experts, read_latent
 from trinity.costs.layer_shape import whisper_shape
 from trinity.costs.media_tokens import USUAL_S, WINDOW_FRAMES, AudioRule, MediaRules, VideoRule
 from trinity.costs.model_shape import MODELS, LayerShape, ModelShape, VisionShape, get_model_shape
+from trinity.costs.state_config import read_states
 from trinity.errors import ConfigError, UnsupportedModel
 from trinity.errors.files import read_regular_file
 from trinity.errors.hub_ids import locate_model
@@ -106,9 +107,11 @@ def from_config(config: ConfigFields, preprocessor: ConfigFields | None = None, 
     audio = _audio_shape(config, language.width) if get_part(config, "audio_config") else None
     media = _media_rules(config, preprocessor or {}, rule)
     quantised = get_part(config, "quantization_config") or get_part(text, "quantization_config")
+    dtype_bytes = 4 if "float32" in (config.get("torch_dtype"), config.get("dtype")) else 2
     return ModelShape(
         name=name,
         language=language,
+        states=read_states(text, language.layers, dtype_bytes),
         vocabulary=get_size(text, "language", "vocab_size"),
         vision=vision,
         audio=audio,
@@ -117,7 +120,7 @@ def from_config(config: ConfigFields, preprocessor: ConfigFields | None = None, 
         image_tokens=rule(*_TYPICAL) if vision else media.audio.count_tokens(USUAL_S) if audio and media.audio else 0,
         tied=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
         layer_dtype_bytes=_quantised_bytes(quantised),
-        dtype_bytes=4 if "float32" in (config.get("torch_dtype"), config.get("dtype")) else 2,
+        dtype_bytes=dtype_bytes,
         context=get_optional(text, "language", "max_position_embeddings", 4096),
         source="config.json",
     )

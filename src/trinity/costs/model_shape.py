@@ -12,6 +12,7 @@ from functools import partial
 import msgspec
 
 from trinity.costs import visual_tokens
+from trinity.costs.layer_parts import StateShape
 from trinity.costs.layer_shape import LayerShape as LayerShape
 from trinity.costs.layer_shape import VisionShape as VisionShape
 from trinity.costs.layer_shape import audio_worth, whisper_shape
@@ -36,6 +37,7 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     tied (False): input and output embedding share one matrix.
     dtype_bytes (bytes, 2): size of an element.
     kv_dtype_bytes (bytes, None): size of an element of the KV cache, 1 in FP8; as ``dtype_bytes``.
+    states (None): states of each request, of layers that do not attend; None where all layers do.
     layer_dtype_bytes (bytes, None): size of a weight of the language model's layers, 1 in FP8, 0.5 in 4 bits; as
         ``dtype_bytes``.
     context (tokens, 4096): longest sequence.
@@ -54,13 +56,24 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     dtype_bytes: int = 2
     kv_dtype_bytes: int | None = None
     layer_dtype_bytes: float | None = None
+    states: StateShape | None = None
     context: int = 4096
     source: str = ""
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of one token in the KV cache: keys and values, or latent rows, of all layers."""
-        return self.language.layers * self.language.kv_row * (self.kv_dtype_bytes or self.dtype_bytes)
+        """Bytes of one token in the KV cache: keys and values, or latent rows, of all layers that attend."""
+        return self.kv_layers * self.language.kv_row * (self.kv_dtype_bytes or self.dtype_bytes)
+
+    @property
+    def kv_layers(self) -> int:
+        """Number of layers that attend, and so have keys and values."""
+        return self.language.layers - (self.states.layers if self.states else 0)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one request's states; 0 where all layers attend."""
+        return self.states.nbytes if self.states else 0
 
     def tiles(self, tokens: int, width: int = 0, height: int = 0) -> tuple[int, ...]:
         """List the visual tokens of each tile of an image, as ``visual_tokens.list_tiles`` of its rule does."""
@@ -127,7 +140,8 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
         with the bytes missing, where the model does not fit.
         """
         image = self.feature_bytes * image_block or None
-        return size_pools(roles, int(memory_bytes), self.weight_bytes(roles), image, self.kv_bytes * kv_block_size)
+        sizes = image, self.kv_bytes * kv_block_size, self.state_bytes or None
+        return size_pools(roles, int(memory_bytes), self.weight_bytes(roles), *sizes)
 
     def memory(self, *, text_tokens: int = 0) -> ModelMemory:
         """Memory that serving this model takes, for ``trinity.costs.pool_sizes.capacity``."""

@@ -37,6 +37,7 @@ _COUNTS = frozenset(
         "embed_dim",
     }
 )
+_ROTATED = "qk_rope_head_dim"  # of latent attention: its configs repeat it as head_dim, 0 where no part is rotated
 _LAYERS = ("num_hidden_layers", "depth")
 _MEDIA_IDS = tuple(f"{kind}_token_{what}" for kind in ("image", "video", "audio") for what in ("id", "index"))
 
@@ -132,6 +133,8 @@ def _check_counts(fields: dict[str, Any], model_dir: Path) -> None:
 
 def _fields(fields: dict[str, Any], above: str = "") -> Iterator[tuple[str, str, Any]]:
     for name, value in fields.items():
+        if name == "head_dim" and type(value) is int and value == 0 == fields.get(_ROTATED, 1):
+            continue
         yield f"{above}{name}", name, value
         if isinstance(value, dict):
             yield from _fields(value, f"{above}{name}.")

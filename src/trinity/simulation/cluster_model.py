@@ -19,6 +19,7 @@ from trinity.core.messages import (
     FRONTEND,
     IMAGE,
     KV,
+    STATE,
     LayersWritten,
     Pull,
     Pulled,
@@ -76,8 +77,8 @@ class SimulatedInstance:
         self.busy = dict.fromkeys(core.settings.roles, 0.0)
         self.peak = dict.fromkeys(core.settings.pools, 0)
         own = core.settings
-        self.block_rows = {IMAGE: own.image_block_size, KV: own.kv_block_size}
-        self.row_bytes = {IMAGE: model.feature_bytes, KV: model.kv_bytes}
+        self.block_rows = {IMAGE: own.image_block_size, KV: own.kv_block_size, STATE: 1}
+        self.row_bytes = {IMAGE: model.feature_bytes, KV: model.kv_bytes, STATE: model.state_bytes}
         self._decoded: tuple[str, ...] = ()
         self._context = 0
 
@@ -186,7 +187,7 @@ class SimulatedCluster(EventLoop):
         self.ended = 0.0
         self.switches: list[Switch] = []
         self.past_preemptions = 0  # at lives that a switch has ended
-        self.moved = {IMAGE: 0, KV: 0}
+        self.moved = {IMAGE: 0, KV: 0} | ({STATE: 0} if model.states else {})
         self.timeline: list[Slice] | None = [] if record else None
         for number, job in enumerate(jobs):
             following = next(self._sequence)

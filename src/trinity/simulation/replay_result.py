@@ -8,7 +8,6 @@ from math import inf
 
 import msgspec
 
-from trinity.core.messages import IMAGE, KV
 from trinity.core.role_changes import Switch
 from trinity.simulation import compiled_engine
 from trinity.simulation.cluster_model import SimulatedCluster, SimulatedInstance
@@ -81,7 +80,7 @@ def describe_cores(run: SimulatedCluster) -> Replay:
         busy_s={name: worker.busy for name, worker in workers.items()},
         peak_blocks={name: worker.peak for name, worker in workers.items()},
         pools={name: dict(core.settings.pools) for name, core in run.cores.items()},
-        moved_bytes={kind: run.moved[kind] for kind in (IMAGE, KV)},
+        moved_bytes=dict(run.moved),
         events=run.events,
         backend="python",
         timeline=tuple(run.timeline or ()),

@@ -162,7 +162,7 @@ class Simulator:
             depth=self.depth,
             image_cache=shared or helped,
             prefix_cache=shared,
-            layers=self.model.language.layers,
+            layers=self.model.kv_layers,
             reservation=self.reservation,
             transfers=replace(self.transfers, kv="off") if self.transfers.kv == "auto" else self.transfers,
             lease_s=inf,

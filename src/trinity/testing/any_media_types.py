@@ -115,7 +115,16 @@ OWN_SIZES: dict[str, TypeSizes] = {
         config={"text_config.rope_parameters": _HALF_MROPE}, images=_QWEN_IMAGES, processor_class="Glm46VProcessor"
     ),
     "glm5_next": TypeSizes(
-        config={"text_config.num_key_value_heads": 4, "text_config.head_dim": 32}, images=_QWEN_IMAGES
+        config={
+            "text_config.num_key_value_heads": 4,
+            "text_config.layer_types": _HYBRID,
+            "text_config.linear_head_dim": 16,
+            "text_config.linear_num_heads": 4,
+            "text_config.index_head_dim": 16,
+            "text_config.index_n_heads": 2,
+            "text_config.index_topk": 32,
+        },
+        images=_QWEN_IMAGES,
     ),
     "granite_docling": TypeSizes(processor={"image_seq_len": 1}),
     "minicpm_ocr": TypeSizes(config={"text_config.layer_types": _HYBRID}),
@@ -216,7 +225,19 @@ OWN_SIZES: dict[str, TypeSizes] = {
         images=_QWEN3_IMAGES,
         image_processor="Qwen2VLImageProcessorPil",
     ),
-    "qwen4_exp": TypeSizes(config={"text_config.layer_types": _HYBRID}, images=_QWEN3_IMAGES),
+    "qwen4_exp": TypeSizes(
+        config={
+            "text_config.layer_types": _HYBRID,
+            "text_config.hc_lowrank": 16,
+            "text_config.indexer_n_heads": 2,
+            "text_config.indexer_kv_heads": 1,
+            "text_config.indexer_head_dim": 16,
+            "text_config.indexer_budget": 32,
+            "text_config.indexer_compress_ratio": 4,
+            "text_config.rope_parameters": {**_MROPE, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]},
+        },
+        images=_QWEN3_IMAGES,
+    ),
     "video_llava": TypeSizes(images={"size": {"shortest_edge": 56}, "crop_size": _SQUARE}),
     "vipllava": TypeSizes(
         config={"vision_feature_layers": [-1, -2]},

@@ -197,10 +197,10 @@ class ModelAdapter:
 
 def find_head(model: Any) -> Any:
     """Find the output head of a model: its own, or that of the causal model which is its text model; None without."""
-    own, text = model.get_output_embeddings(), model.get_decoder()
-    if own is not None or text is None or text is model or not hasattr(text, "get_output_embeddings"):
+    if (own := model.get_output_embeddings()) is not None:
         return own
-    return text.get_output_embeddings()
+    text = model.get_decoder()
+    return None if text is model or not hasattr(text, "get_output_embeddings") else text.get_output_embeddings()
 
 
 HEAD_FIELDS = ("logit_scale", "logits_scaling", "final_logit_softcapping")  # Cohere, Granite, Gemma 2
