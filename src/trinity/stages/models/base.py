@@ -165,7 +165,7 @@ class ModelAdapter:
         """Compute a prompt's rotary positions; ``kinds`` [length]: 0 for text, else 1 + index in ``kind_names()``."""
         if self.axes == 1 or not spans:
             return RotaryPositions()
-        grids = defaultdict(list)
+        grids: dict[str, list[Any]] = defaultdict(list)
         for span in spans:
             for name, value in span.meta.items():
                 grids[name] += value if isinstance(value, list) and isinstance(value[0], list) else [value]
