@@ -73,10 +73,11 @@ class _Counting:
 
     def __call__(self, images: list[list[Image.Image]], text: str, return_tensors: str) -> dict[str, Any]:
         (shown,) = images
-        further = text.removeprefix("@" * len(shown))
-        assert "@" not in further, "as a chat: one text, and a list of its images"
+        first, *others = text.split("@")
+        assert len(others) == len(shown), "as a chat: one text, and a list of its images"
         counts = [min(len(shown), self._most) + (each.width > each.height) for each in shown]
-        self._spoken.text = "".join("<" + "@" * count + ">" for count in counts) + further
+        expanded = ("<" + "@" * count + ">" + other for count, other in zip(counts, others, strict=True))
+        self._spoken.text = first + "".join(expanded)
         self._spoken.special = True
         pixels = torch.tensor([[float(np.asarray(each).sum())] for each in shown])
         ids = torch.tensor([_tokens(self._spoken.text)])

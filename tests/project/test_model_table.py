@@ -76,8 +76,21 @@ def test_a_type_that_listens_as_it_writes_is_refused_by_that_reason(name: str, t
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["vipllava", "mistral3", "idefics2", "opt"])
+@pytest.mark.parametrize("name", ["vipllava", "mistral3", "idefics2", "blip", "opt"])
 def test_rows_say_what_is(name: str) -> None:
     tried = dict(list_work())[name]
     row = run_bounded(tried, name)
-    assert row.outcome == (NOT_SERVED if name == "idefics2" else CHECKED)
+    assert row.outcome == (NOT_SERVED if name == "blip" else CHECKED)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("diffusion_gemma", "text model: DiffusionGemmaForBlockDiffusion does not generate token by token"),
+        ("evolla", "processor: EvollaProcessor has protein_tokenizer, tokenizer, and none of them reads images"),
+    ],
+)
+def test_a_type_that_is_no_model_of_images_and_tokens_is_refused_by_that_reason(
+    name: str, reason: str, tmp_path: Path
+) -> None:
+    assert try_media(name, tmp_path / "model") == Row(name, NOT_SERVED, reason)

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from trinity.preprocess.loader import LoadedProcessor
+from trinity.preprocess.seams import Seams, find_seams
 
 if TYPE_CHECKING:
     from trinity.preprocess.media import Picture
@@ -27,7 +28,8 @@ class ImageCalls:
     - ``loaded``: the processor.
     - ``probe``: a plain image, on which forms are tried. Raises what the first form raises if none works.
 
-    ``special`` tells if the processor has its tokenizer add special tokens to a prompt.
+    ``special`` tells if the processor has its tokenizer add special tokens to a prompt; ``seams`` is what it writes
+    around a prompt and where images and text meet, plain ones if that cannot be told.
     """
 
     def __init__(self, loaded: LoadedProcessor, probe: Picture) -> None:
@@ -35,13 +37,14 @@ class ImageCalls:
         self._token, marker = loaded.placeholders["image"].token, loaded.placeholders["image"].marker
         self._nested, self._marker = self._find_form(probe, list(dict.fromkeys((self._token, marker))))
         self.special: bool = loaded.last_call.special
+        self.seams = self._find_seams(probe)
         self._texts = TEXT_KEYS | self._find_texts(probe)
 
     def call(self, images: Sequence[Picture]) -> Made:
         """Run the processor on the images of one prompt, as a chat gives them. Raises what the processor raises."""
         output = self._run(images, self._marker * len(images))
         inputs = {name: value for name, value in output.items() if name not in self._texts}
-        return self._loaded.last_call.text, output["input_ids"][0].tolist(), inputs
+        return self.seams.unframe(self._loaded.last_call.text), output["input_ids"][0].tolist(), inputs
 
     def strip(self, text: str) -> str:
         """Take what stands around a placeholder off the expansion of one image."""
@@ -62,6 +65,16 @@ class ImageCalls:
                 except Exception as error:  # processors raise what they like
                     refusals.append(error)
         raise refusals[0]
+
+    def _find_seams(self, probe: Picture) -> Seams:
+        def expand(text: str, images: int) -> str:
+            self._run([probe] * images, text)
+            return str(self._loaded.last_call.text)
+
+        try:
+            return find_seams(expand, self._marker)
+        except ValueError:
+            return Seams()
 
     def _find_texts(self, probe: Picture) -> set[str]:
         """Find the outputs that have an entry for each token of the text: those of the prompt, not of an image."""

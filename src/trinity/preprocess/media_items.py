@@ -19,6 +19,7 @@ from trinity.preprocess.media import image_digest, size_of
 from trinity.preprocess.media_kinds import MediaItem
 from trinity.preprocess.media_limits import Estimate, MediaLimits, MediaProblem
 from trinity.preprocess.own_processor import name_class
+from trinity.preprocess.seams import Seams
 
 if TYPE_CHECKING:
     from PIL import Image
@@ -56,6 +57,11 @@ class ItemReader:
     def adds_special(self) -> bool:
         """Tell if the processor has special tokens added to a prompt; so does the tokenizer of a text-only model."""
         return self._loaded.processor is None or self._calls.special
+
+    @property
+    def seams(self) -> Seams:
+        """Texts that the processor writes around a prompt, and where images and text meet."""
+        return self._calls.seams
 
     def estimate(self, width: int, height: int, among: int = 1) -> Estimate:
         """Compute what the processor will make of an image of this size, from its settings alone.
@@ -129,7 +135,7 @@ class ItemReader:
         return _EVERY_NUMBER
 
     def _are_copies(self, joint: Made, one: Made, count: int) -> bool:
-        text = "".join(self.number_expansion(one[0], index) for index in range(count))
+        text = self.seams.join([""] * (count + 1), [self.number_expansion(one[0], index) for index in range(count)])
         return joint[0] == text and all(_is_repeated(value, one[2][name], count) for name, value in joint[2].items())
 
     def number_expansion(self, expansion: str, index: int) -> str:

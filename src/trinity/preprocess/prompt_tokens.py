@@ -8,6 +8,7 @@ from typing import Any
 from trinity.preprocess.control_tokens import HiddenTokens
 from trinity.preprocess.loader import LoadedProcessor
 from trinity.preprocess.prompt import PromptText
+from trinity.preprocess.seams import Seams
 
 _NO_LIMIT = 1 << 30
 
@@ -17,22 +18,21 @@ class PromptTokenizer:
 
     - ``loaded``: the processor.
     - ``vocabulary`` (tokens): rows of the model's embedding, None if its config does not say.
-    - ``reader`` (None): of images; its ``adds_special`` tells if the processor adds special tokens to a prompt.
+    - ``reader`` (None): of images, which knows what the processor adds to a prompt: its seams, and special tokens.
     """
 
     def __init__(self, loaded: LoadedProcessor, vocabulary: int | None, reader: Any = None) -> None:
         self._loaded, self._vocabulary = loaded, vocabulary
         self._special: bool = getattr(reader, "adds_special", True)
+        self._seams: Seams = getattr(reader, "seams", Seams())
         self._tokenizer: Any = loaded.tokenizer
 
     def tokenize(self, text: PromptText, expansions: Sequence[str]) -> tuple[int, ...]:
         """Tokenize a prompt with an expansion for each medium in it. Raises whatever the tokenizer raises."""
-        parts = [text.pieces[0]]
-        for expansion, after in zip(expansions, text.pieces[1:], strict=True):
-            parts += [expansion, after]
         # As one text: split at the images, the borders would tokenize differently than in the model's processor.
-        whole = "".join(parts)
+        whole = self._seams.join(text.pieces, expansions)
         special = self._needs_special(whole, text.rendered)
+        whole = self._seams.frame(whole, special)
         ids = tuple(
             self._loaded.run_tokenizer.tokenize(whole, lambda short: self._tokenise(short, special, text.hidden))
         )

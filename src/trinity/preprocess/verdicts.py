@@ -44,6 +44,10 @@ class MediaFacts(msgspec.Struct, frozen=True, kw_only=True):
     - ``head`` ("config"): whose factors the output head applies: those of the "config", of its "text" part, or "none".
     - ``first`` (0): rotary position of the first token.
     - ``axes`` (0): axes of rotary positions that the text model is given, where its config does not say more.
+    - ``layers`` (none): layers of the text model to which an image adds a part of features each, and
+      ``layer_names``: its keywords for where the rows are, and for the parts by layer (Granite Vision 4).
+    - ``token_types`` ({}): by keyword of the text model that tells it the type of each token of a prompt, the types
+      that are not 0, by token id (ERNIE 4.5 VL, whose experts go by them).
     """
 
     language: str = "language_model"
@@ -58,6 +62,9 @@ class MediaFacts(msgspec.Struct, frozen=True, kw_only=True):
     head: str = "config"
     first: int = 0
     axes: int = 0
+    layers: tuple[int, ...] = ()
+    layer_names: tuple[str, str] = ("", "")
+    token_types: dict[str, dict[int, int]] = {}
 
     @property
     def media_tokens(self) -> dict[str, int]:

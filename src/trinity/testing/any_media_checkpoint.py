@@ -44,6 +44,7 @@ def build_any_media(model_type: str, directory: Path, *, seed: int = 0) -> Path:
     """
     from transformers import CONFIG_MAPPING
 
+    _refuse_generation(_model_class(model_type))
     sizes = OWN_SIZES.get(model_type, TypeSizes())
     config_class = CONFIG_MAPPING[model_type]
     processor_class = _find_processor_class(model_type)
@@ -51,7 +52,7 @@ def build_any_media(model_type: str, directory: Path, *, seed: int = 0) -> Path:
     parts = processor_class.get_attributes()
     hears_alone = "image_processor" not in parts and {"feature_extractor", "audio_processor"} & set(parts)
     images = None if hears_alone else make_image_processor(model_type, sizes)
-    config = make_config(config_class, len(tokenizer) + sizes.further_ids, sizes)
+    config = make_config(config_class, len(tokenizer) + sizes.further_ids, sizes, tokenizer.get_added_vocab())
     fields = {"processor_class": processor_class.__name__, **_further_parts(model_type, processor_class, sizes)}
     fields |= {**_processor_fields(processor_class, config, sizes)}
     # As large behind the text model's own factor as elsewhere: beside larger ones features would not show.
@@ -92,13 +93,20 @@ def _model_class(model_type: str) -> Any:
     return getattr(transformers, mapping[model_type])
 
 
+def _refuse_generation(kind: Any) -> None:
+    from transformers import GenerationMixin
+
+    if not issubclass(kind, GenerationMixin):
+        raise UnsupportedModel(f"text model: {kind.__name__} does not generate token by token")
+
+
 def _find_processor_class(model_type: str) -> Any:
     from transformers.models.auto import processing_auto
 
     names: Any = processing_auto.PROCESSOR_MAPPING_NAMES
     name = OWN_SIZES.get(model_type, TypeSizes()).processor_class or names.get(model_type)
     if name is None:
-        raise UnsupportedModel(f"transformers names no processor for {model_type!r}")
+        raise UnsupportedModel(f"processor: transformers names none for {model_type!r}")
     return find_processor_class(name)
 
 
@@ -149,7 +157,7 @@ def _audio_token(processor_class: Any) -> str:
 def make_image_processor(model_type: str, sizes: TypeSizes) -> Any:
     """Make the type's image processor with its PIL backend, for images of some 56 pixels.
 
-    Raises ``UnsupportedModel`` if it has none.
+    Raises ``UnsupportedModel`` if it has none, with what its processor reads instead.
     """
     from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
 
@@ -157,7 +165,9 @@ def make_image_processor(model_type: str, sizes: TypeSizes) -> Any:
     found = names.get(model_type) or {}
     name = sizes.image_processor or found.get("pil")
     if name is None and "torchvision" not in found:
-        raise UnsupportedModel(f"transformers names no image processor for {model_type!r}")
+        processor = _find_processor_class(model_type)
+        read = ", ".join(sorted(processor.get_attributes()))
+        raise UnsupportedModel(f"processor: {processor.__name__} has {read}, and none of them reads images")
     kind = find_images(found["torchvision"], "torchvision") if name is None else _find_class(name)
     fields = small_images(kind) | sizes.images
     return kind(**fields)
@@ -173,10 +183,15 @@ def _find_class(name: str) -> Any:
     return found
 
 
-def make_config(config_class: Any, vocabulary: int, sizes: TypeSizes) -> Any:
-    """Make the type's own config with every size made small."""
+def make_config(config_class: Any, vocabulary: int, sizes: TypeSizes, added: dict[str, int] | None = None) -> Any:
+    """Make the type's own config with every size made small.
+
+    ``added`` (None): ids of special tokens, for a config that names them.
+    """
     fields = config_class(**sizes.start).to_dict()
     small = shrink_config(fields, vocabulary)
+    if "vocabulary_map" in fields:
+        small["vocabulary_map"] = dict(added or {})
     for path, value in sizes.config.items():
         _put(small, path, value)
     for name in ("architectures", "transformers_version", "model_type"):

@@ -56,6 +56,11 @@ OWN_SIZES: dict[str, TypeSizes] = {
         },
         images=_QWEN3_IMAGES,
     ),
+    "cosmos3_omni": TypeSizes(
+        config={"text_config.rope_parameters": {**_MROPE, "mrope_interleaved": True}},
+        images=_QWEN3_IMAGES,
+        processor_class="Qwen3VLProcessor",
+    ),
     "deepseek_vl": TypeSizes(processor={"num_image_tokens": 16}, config={"num_image_tokens": 16}),
     "deepseek_ocr2": TypeSizes(
         config={
@@ -72,6 +77,46 @@ OWN_SIZES: dict[str, TypeSizes] = {
         processor={"num_image_tokens": 16}, images={"high_res_size": {"height": 56, "width": 56}}
     ),
     "janus": TypeSizes(processor={"num_image_tokens": 16}),
+    "dots3_note": TypeSizes(
+        config={
+            "text_config.per_layer_config": None,
+            "text_config.num_key_value_heads": 4,
+            "text_config.layer_types": ["sliding_attention", "indexed_attention"],
+            "text_config.mlp_layer_types": ["dense", "sparse"],
+            "vision_config.per_layer_config": None,
+            "vision_config.mlp_layer_types": ["dense", "sparse"],
+            "vision_config.adapter_in_dim": 64,
+            "vision_config.adapter_out_dim": 64,
+            "audio_config.adapter_input_size": 64,
+            "audio_config.adapter_out_dim": 64,
+        },
+        images={**_QWEN_IMAGES, "temporal_patch_size": 1},
+    ),
+    "inkling2": TypeSizes(
+        config={
+            "text_config.layer_types": ["hybrid_sliding", "hybrid"],
+            "text_config.swa_num_attention_heads": 4,
+            "text_config.swa_num_key_value_heads": 2,
+            "text_config.swa_head_dim": 16,
+            "text_config.sliding_window_size": 40,
+            "vision_config.posemb_grid_size": 8,
+        },
+        images={"size": {"height": 28, "width": 28}},  # of a piece of two by two patches
+    ),
+    "emu3": TypeSizes(
+        tokens={"image_token": "<image>"},
+        plain=("<|extra_200|>", *(f"<|visual token {number:06}|>" for number in range(32))),
+        config={
+            "vq_config.codebook_size": 32,
+            "vq_config.base_channels": 64,
+            "vq_config.channel_multiplier": [1, 1, 1, 1],
+            "vq_config.num_attention_heads": 1,
+            "vq_config.attn_resolutions": [7],
+            "vq_config.num_res_blocks": 1,
+            "vq_config.embed_dim": 4,
+        },
+        images={"min_pixels": 32 * 32, "max_pixels": 64 * 64},
+    ),
     "ernie4_5_vl_moe": TypeSizes(
         config={
             "text_config.rope_parameters": {**_ROPE, "mrope_section": [2, 2, 4]},

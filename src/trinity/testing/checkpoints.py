@@ -144,7 +144,10 @@ def _silence(model: Any, tokenizer: Any) -> None:
 
     from trinity.stages.models.base import find_head
 
+    found = find_head(model)
+    if found is None:  # refused as it is loaded
+        return
     with torch.no_grad():
-        head = find_head(model).weight
+        head = found.weight
         head[list(tokenizer.added_tokens_decoder)] = 0.0
         head[len(tokenizer) :] = 0.0

@@ -41,6 +41,10 @@ def try_media(model_type: str, folder: Path) -> Row:
         return Row(model_type, NOT_SERVED, shorten(error))
     try:
         build_any_media(model_type, folder)
+    except UnsupportedModel as error:
+        return Row(model_type, NOT_SERVED, shorten(error))
+    except ImportError as error:
+        return Row(model_type, NOT_SERVED, f"a library that is not here: {shorten(error)}")
     except Exception as error:
         return Row(model_type, NOT_SERVED, f"tiny checkpoint: {shorten(error)}")
     verdict = prove(folder)

@@ -21,7 +21,19 @@ from trinity.stages.proof import prove
 PARTS = ("processor", "prompt ids", "features", "positions", "attention", "logits", "control")
 # One of each kind: three rotary axes; sizes of images beside pixels, and a processor that asks for torchvision; tiles;
 # layers that keep states; four rotary axes, and tokens that must stand around a placeholder.
-TYPES = ("qwen3_vl_moe", "mistral3", "aya_vision", "qwen3_5", "hunyuan_vl")
+SLOW_TYPES = (
+    "granite4_vision",
+    "idefics2",
+    "got_ocr2",
+    "deepseek_ocr2",
+    "deepseek_vl_hybrid",
+    "cosmos3_omni",
+    "lfm2_vl",
+)
+TYPES = (
+    *("qwen3_vl_moe", "mistral3", "aya_vision", "qwen3_5", "hunyuan_vl"),
+    *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW_TYPES),
+)
 
 
 @pytest.mark.parametrize("name", TYPES)
@@ -47,6 +59,15 @@ class Shifted(GenericAdapter):
 
     def encode(self, model: Any, kind: str, items: Sequence[MediaInputs], counts: Sequence[int]) -> list[Tensor]:
         return [rows.roll(1, 0) for rows in super().encode(model, kind, items, counts)]
+
+
+class WrongLayers(GenericAdapter):
+    """Features of one layer added at another."""
+
+    def language_inputs(self, further: Tensor, at: Tensor, total: int) -> dict[str, Any]:
+        found = super().language_inputs(further, at, total)
+        parts = found[self.facts.layer_names[1]]
+        return {**found, self.facts.layer_names[1]: dict(zip(parts, reversed(parts.values()), strict=True))}
 
 
 class WrongAxis(GenericAdapter):
@@ -91,6 +112,7 @@ def refused(name: str, make_adapter: Any) -> ProofVerdict:
     ("name", "make_adapter", "part"),
     [
         ("any-mistral3", Shifted, "features"),
+        ("any-granite4_vision", WrongLayers, "attention among an image's tokens"),
         ("any-qwen3_vl_moe", WrongAxis, "positions"),
         ("any-qwen3_vl_moe", LatePositions, "logits under chunking"),
         ("any-mistral3", forced(True), "attention among an image's tokens"),
@@ -101,7 +123,15 @@ def test_a_broken_adapter_is_caught_by_the_part_that_it_breaks(name: str, make_a
     verdict = refused(name, make_adapter)
     assert verdict.failed is not None
     assert verdict.failed.name == part
-    assert any(character.isdigit() for character in verdict.failed.said), "it gives figures"
+    figures = any(character.isdigit() for character in verdict.failed.said) or "inf off" in verdict.failed.said
+    assert figures, "it gives figures, or says that tokens differ"
+
+
+def test_images_that_text_reads_by_cross_attention_are_refused_by_that_name() -> None:
+    verdict = prove(checkpoint("any-blip"))
+    assert verdict.failed is not None
+    assert verdict.failed.name == "text model"
+    assert "cross attention (text_decoder" in verdict.failed.said
 
 
 def test_the_verdict_of_a_broken_adapter_is_not_kept() -> None:

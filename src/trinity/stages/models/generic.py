@@ -6,11 +6,19 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from trinity.core.messages import MediaSpan
 from trinity.preprocess.verdicts import MediaFacts
-from trinity.stages.models.base import MediaInputs, ModelAdapter, RotaryPositions, find_head, scale_logits
+from trinity.stages.models.base import (
+    MediaInputs,
+    ModelAdapter,
+    RotaryPositions,
+    flatten_features,
+    find_head,
+    scale_logits,
+)
 
 
 class GenericAdapter(ModelAdapter):
@@ -56,6 +64,26 @@ class GenericAdapter(ModelAdapter):
         else:
             for index, item in enumerate(items):
                 yield [index], dict(item)
+
+    @property
+    def deepstack(self) -> int:
+        return len(self.facts.layers) or super().deepstack
+
+    def feature_rows(self, output: Any) -> Tensor:
+        if not self.facts.layers:
+            return super().feature_rows(output)
+        given = dict(output.deepstack_features)  # of several parts for one layer the last stays, as in the models
+        parts = [flatten_features(given[layer]) for layer in self.facts.layers]
+        pooled = output.pooler_output
+        return torch.cat([torch.zeros_like(parts[0]) if pooled is None else flatten_features(pooled), *parts], dim=-1)
+
+    def language_inputs(self, further: Tensor, at: Tensor, total: int) -> dict[str, Any]:
+        if not self.facts.layers:
+            return super().language_inputs(further, at, total)
+        mask = torch.zeros((1, total, 1), dtype=torch.bool, device=at.device)
+        mask[0, at] = True
+        where, parts = self.facts.layer_names
+        return {where: mask, parts: dict(zip(self.facts.layers, further.chunk(self.deepstack, -1), strict=True))}
 
     def positions(
         self, model: Any, prompt: np.ndarray, spans: Sequence[MediaSpan], kinds: np.ndarray

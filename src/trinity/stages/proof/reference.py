@@ -24,6 +24,7 @@ class Expected:
     - ``ids``: of the prompt. ``logits`` [outputs, vocabulary], ``tokens``: of ``generate()``.
     - ``embeds`` ([tokens, hidden]), ``positions`` ([axes, tokens]): what the text model was given; None if nothing.
     - ``inputs``: of the model, by name.
+    - ``further``: what else the text model was given first, by its keyword: tensors, and tensors by layer.
     """
 
     ids: list[int]
@@ -32,6 +33,7 @@ class Expected:
     embeds: Tensor | None
     positions: Tensor | None
     inputs: dict[str, Any]
+    further: dict[str, Any]
 
 
 class Reference:
@@ -156,6 +158,7 @@ class Reference:
             embeds=None if embeds is None or embeds.shape[1] != length else embeds[0],
             positions=None if positions is None or positions.shape[-1] != length else positions.reshape(-1, length),
             inputs=inputs,
+            further={name: value for name, value in first.items() if name not in ("inputs_embeds", "position_ids")},
         )
 
 
@@ -174,13 +177,19 @@ def _with_medium(part: dict[str, Any], left: dict[str, Iterator[Any]]) -> dict[s
     return {**part, kind: next(left[kind])} if kind in left else part
 
 
+def _copy(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _copy(each) for key, each in value.items()}
+    return value.clone() if isinstance(value, Tensor) else value
+
+
 @contextmanager
 def _noted(language: Any) -> Iterator[list[dict[str, Any]]]:
     """Note what ``language`` is given, by name, for each of its calls."""
     notes: list[dict[str, Any]] = []
 
     def note(module: Any, given: Any, named: dict[str, Any]) -> None:
-        notes.append({name: value.clone() for name, value in named.items() if isinstance(value, Tensor)})
+        notes.append({name: _copy(value) for name, value in named.items() if isinstance(value, (Tensor, dict))})
 
     hook = language.register_forward_pre_hook(note, with_kwargs=True)
     try:

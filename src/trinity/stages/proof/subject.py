@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -23,6 +25,9 @@ from trinity.stages.proof.reference import Expected, Reference
 TOLERANCE = 1e-3  # of logits and features, relative to the largest; float32 is exact to about 1e-6
 _TOKEN_NAMES = ("image_token", "image_placeholder_token", "boi_token", "image_start_token", "img_token")
 _ADAPTER = "adapter_config.json"
+_CROSS_ATTENTION = re.compile(r"cross_?att")
+_TOWERS = re.compile(r"qformer|vision|visual|tower|projector|resampler|perceiver|connector|image_encoder|aligner")
+_ORDINARY = {"input_ids", "attention_mask", "cache_position", "visual_pos_masks"}  # of a text model, for each token
 _PLACEHOLDERS = ("image_token_id", "image_token_index", "media_placeholder_token_id")
 
 
@@ -86,6 +91,9 @@ class Subject:
             raise Differs(
                 "text model", "it is an encoder-decoder, and keys and values of an encoder are no blocks here"
             )
+        if attending := _find_cross_attention(self.model.base_model):
+            said = f"it reads images by cross attention ({attending}), and keys and values of images are no blocks here"
+            raise Differs("text model", said)
         if found.processor is None or not (
             hasattr(found.processor, "image_processor") or find_extractor(found.processor)
         ):
@@ -155,7 +163,8 @@ class Subject:
         for name, child in children.items():
             if decoder is not None and any(each is decoder for each in child.modules()):
                 return str(name)
-        raise Differs("text model", f"none of {', '.join(children)} in {type(base).__name__} is the text model")
+        parts = ", ".join(children)
+        raise Differs("text model", f"it is no part of its own of {type(base).__name__}, whose parts are {parts}")
 
     @property
     def language(self) -> Any:
@@ -198,10 +207,25 @@ class Subject:
         return MediaFacts(
             language=self.language_name,
             **named,
+            **_find_layers(expected),
+            token_types=self._find_types(expected),
             head=self._heads()[0],
             first=first,
             axes=axes,
         )
+
+    def _find_types(self, expected: Expected) -> dict[str, dict[int, int]]:
+        """Find types of tokens that the text model is told, by keyword and id. Raises ``Differs`` if ids do not do."""
+        named = inspect.signature(self.language.forward).parameters
+        found: dict[str, dict[int, int]] = {}
+        for name, value in expected.further.items():
+            if name not in named or name in _ORDINARY or not _is_whole(value, len(expected.ids)) or _is_mask(value):
+                continue
+            pairs = set(zip(expected.ids, value.flatten().tolist(), strict=True))
+            if len(pairs) != len(set(expected.ids)):
+                raise Differs("text model", f"{name} is not the same for all tokens of one id")
+            found[name] = {number: kind for number, kind in sorted(pairs) if kind}
+        return found
 
     def _special_marker(self) -> str:
         token, marker = self.image_markup
@@ -216,6 +240,35 @@ class Subject:
     def list_choices(self) -> list[dict[str, Any]]:
         """List what may be tried for the attention among an image's tokens and for the head, likely ones first."""
         return [{"whole_media": whole, "head": head} for whole in (False, True) for head in self._heads()]
+
+
+def _find_cross_attention(base: Any) -> str:
+    """Find the name of a module by which the text reads images beside its own tokens; "" if there is none."""
+    for name, _ in base.named_modules():
+        if _CROSS_ATTENTION.search(name) and not _TOWERS.search(name):
+            return str(name)
+    return ""
+
+
+def _is_whole(value: Any, length: int) -> bool:
+    return isinstance(value, Tensor) and value.numel() == length and not value.is_floating_point()
+
+
+def _find_layers(expected: Expected) -> dict[str, Any]:
+    """Find the layers to which features are added, and the text model's keywords for that; {} if there are none."""
+    for name, value in expected.further.items():
+        if isinstance(value, dict) and value and all(isinstance(key, int) for key in value):
+            masks = [
+                each for each, mask in expected.further.items() if _is_whole(mask, len(expected.ids)) and _is_mask(mask)
+            ]
+            if len(masks) != 1:
+                raise Differs("text model", f"it is given {name} by layer, and no mask tells for which tokens")
+            return {"layers": tuple(value), "layer_names": (masks[0], name)}
+    return {}
+
+
+def _is_mask(value: Tensor) -> bool:
+    return value.dtype == torch.bool
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:

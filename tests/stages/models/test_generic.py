@@ -1,0 +1,49 @@
+"""The adapter of types that nobody listed: features of an image that go to several layers of the text model."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from transformers import LlamaConfig
+
+from trinity.preprocess.verdicts import MediaFacts
+from trinity.stages.models.generic import GenericAdapter
+
+CONFIG = LlamaConfig(hidden_size=2, num_attention_heads=1, num_hidden_layers=4)
+LAYERED = MediaFacts(image_token_id=5, layers=(3, 0), layer_names=("where", "parts"))
+
+
+def rows(first: float, count: int = 3) -> Any:
+    return torch.arange(2.0 * count).reshape(count, 2) + first
+
+
+def test_a_row_of_features_has_a_part_for_each_layer_behind_the_pooled_one() -> None:
+    adapter = GenericAdapter(CONFIG, LAYERED)
+    given = [(0, [rows(10, 1), rows(12, 2)]), (3, rows(20)), (0, rows(30))]
+    found = adapter.feature_rows(SimpleNamespace(pooler_output=rows(0), deepstack_features=given))
+    assert adapter.deepstack == 2
+    assert torch.equal(found, torch.cat((rows(0), rows(20), rows(30)), dim=-1)), "of a layer's parts the last"
+
+
+def test_without_a_pooled_part_the_embeddings_are_zeros() -> None:
+    adapter = GenericAdapter(CONFIG, LAYERED)
+    found = adapter.feature_rows(SimpleNamespace(pooler_output=None, deepstack_features=[(3, rows(1)), (0, rows(2))]))
+    assert torch.equal(found, torch.cat((torch.zeros(3, 2), rows(1), rows(2)), dim=-1))
+
+
+def test_the_parts_of_a_chunk_go_to_their_layers_and_tokens() -> None:
+    adapter = GenericAdapter(CONFIG, LAYERED)
+    given = adapter.language_inputs(torch.cat((rows(1, 2), rows(7, 2)), dim=-1), torch.tensor([1, 3]), 5)
+    assert given["where"].tolist() == [[[False], [True], [False], [True], [False]]]
+    assert list(given["parts"]) == [3, 0]
+    assert torch.equal(given["parts"][3], rows(1, 2))
+    assert torch.equal(given["parts"][0], rows(7, 2))
+
+
+def test_without_layers_the_conventions_hold() -> None:
+    adapter = GenericAdapter(CONFIG, MediaFacts(image_token_id=5))
+    output = SimpleNamespace(pooler_output=rows(0), deepstack_features=None)
+    assert torch.equal(adapter.feature_rows(output), rows(0))
+    assert adapter.language_inputs(rows(0), torch.tensor([0, 1, 2]), 4) == {}
