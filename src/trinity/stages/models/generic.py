@@ -15,8 +15,8 @@ from trinity.stages.models.base import (
     MediaInputs,
     ModelAdapter,
     RotaryPositions,
-    flatten_features,
     find_head,
+    flatten_features,
     scale_logits,
 )
 
