@@ -123,7 +123,7 @@ def test_a_preempted_clip_goes_on_as_if_nothing_had_been(architecture: str, meth
     asked = cases(architecture)[:5]
     rows = max(len(answers(architecture)[each.request_id].token_ids) for each in asked)
     longest = max(oracle(architecture).inputs(each)["input_ids"].shape[1] for each in asked) + rows
-    tight = {"image": 48, "kv": 2 * -(-longest // 4) + 4}  # two requests, of which the longest leaves room for few
+    tight = {"image": 48, "kv": longest * 3 // 8 + 2}  # one and a half of the longest requests
     waves = [[copy_of(each, number) for number in range(2) for each in asked]]
     options: dict[str, Any] = {**OPTIONS, "pools": tight, "kv_block_size": 4, "reservation": "optimistic"}
     found = serve(checkpoint(architecture), method, waves, rules=RULES, **options)
