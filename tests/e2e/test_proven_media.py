@@ -23,7 +23,8 @@ from trinity.testing.oracle import Oracle
 
 OUTPUTS = 6
 SIZES = ((90, 70), (64, 120), (150, 66))
-QUICK = ("qwen3_vl_moe", "mistral3", "hunyuan_vl")
+# three rotary axes; sizes of images beside pixels; features and positions that only the model's own forward tells
+QUICK = ("qwen3_vl_moe", "mistral3", "hunyuan_vl", "llama4")
 SETTINGS: dict[str, Any] = {"dtype": "float32", "pools": {"image": 16, "kv": 256}, "rules": BatchRules(token_budget=23)}
 
 

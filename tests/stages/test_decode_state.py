@@ -54,7 +54,7 @@ class Model:
     """A model of one layer whose logits say what it was given."""
 
     media_token_ids: ClassVar[frozenset[int]] = frozenset()
-    language = None
+    language, counts_rows = None, False
 
     class adapter:
         axes, whole_media = 1, False

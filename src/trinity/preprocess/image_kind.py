@@ -66,9 +66,10 @@ class ImageKind(MediaKind):
 def reserved_tokens(files: ModelFiles) -> tuple[str, ...]:
     """List the tokens that stand for media and must not occur in a user's text. Raises ``ConfigError``."""
     reserved = tuple(files.tokenizer.convert_ids_to_tokens(sorted(files.media_ids)))
+    others = (files.tokenizer.convert_ids_to_tokens(number) for number in sorted(files.other_ids - files.media_ids))
     if None in reserved:
         raise ConfigError(
             f"the config names tokens {sorted(files.media_ids)} for media, and the tokenizer lacks some of them; are "
             "both of one checkpoint?"
         )
-    return reserved
+    return (*reserved, *(token for token in others if token is not None))

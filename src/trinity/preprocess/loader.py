@@ -157,7 +157,7 @@ def load_tokenizer_and_processor(
     else:
         text = IMAGE_TEXT.get(config.model_type, ImageText()) if facts is None else ImageText(atomic=facts.whole_media)
         placeholders = _find_placeholders(
-            ModelFiles(config, tokenizer, processor, last_call, media_ids, *_proven_markup(facts))
+            ModelFiles(config, tokenizer, processor, last_call, media_ids, *_proven_markup(facts), _media_ids(config))
         )
     return LoadedProcessor(
         config=config,

@@ -75,6 +75,7 @@ class ModelFiles(msgspec.Struct, frozen=True):
     - ``image_token`` (""): text of an image, where a proof found it; "" leaves it to the processor.
     - ``image_marker`` (""): the same with what must stand around it, where a proof found it; "" is the type's own.
     - ``audio_token`` (None): likewise of a clip; "" if the proof found that clips do not serve.
+    - ``other_ids`` (none): of further tokens that the config names for media, which must not be in a text either.
     """
 
     config: Any
@@ -85,6 +86,7 @@ class ModelFiles(msgspec.Struct, frozen=True):
     image_token: str = ""
     image_marker: str = ""
     audio_token: str | None = None
+    other_ids: frozenset[int] = frozenset()
 
 
 class KindReader(Protocol):

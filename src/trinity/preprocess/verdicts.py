@@ -41,7 +41,9 @@ class MediaFacts(msgspec.Struct, frozen=True, kw_only=True):
     - ``clip_tokens`` (1): the fewest tokens of a clip that the model takes.
     - ``whole_media`` (False): tokens of one image see each other in both directions.
     - ``joined`` (False): items of equal shapes may be encoded as one batch.
-    - ``head`` ("config"): whose factors the output head applies: those of the "config", of its "text" part, or "none".
+    - ``features`` ("getter"): what makes features: ``get_image_features``, or the model's own "forward".
+    - ``head`` ("config"): whose factors the output head applies: those of the "config", of its "text" part, or "none";
+      "forward": logits are made by the model's own forward.
     - ``first`` (0): rotary position of the first token.
     - ``axes`` (0): axes of rotary positions that the text model is given, where its config does not say more.
     - ``layers`` (none): layers of the text model to which an image adds a part of features each, and
@@ -59,6 +61,7 @@ class MediaFacts(msgspec.Struct, frozen=True, kw_only=True):
     clip_tokens: int = 1
     whole_media: bool = False
     joined: bool = False
+    features: str = "getter"
     head: str = "config"
     first: int = 0
     axes: int = 0

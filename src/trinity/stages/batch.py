@@ -90,6 +90,14 @@ class RaggedBatch:
     feature_at: Tensor | None = None
     sampled: PagedRows | None = None
 
+    @property
+    def media(self) -> Tensor:
+        """Mask of the rows that are placeholders: bool [T]."""
+        if self.feature_rows is not None and self.feature_at is None:
+            return self.feature_rows >= 0
+        found = torch.zeros(len(self.ids), dtype=torch.bool, device=self.ids.device)
+        return found if self.feature_at is None else found.index_fill_(0, self.feature_at, True)
+
 
 def build_batch(
     decodes: Decodes, chunks: Sequence[Chunk], block_rows: int, axes: int, device: torch.device

@@ -71,7 +71,8 @@ class LanguageStage:
     - ``letters`` ("PD"): "P" runs prefill chunks, "D" decodes, "PD" both in one batch.
     - ``observe`` (None): called with (request, output index, logits [vocabulary]) of every sampled token.
     - ``backend`` (None): attention backend; None takes the best one for ``kv``.
-    - ``graphs`` (None): CUDA graphs, for decodes and for steps with few prefill rows, if the backend can run in them.
+    - ``graphs`` (None): CUDA graphs, for decodes and for steps with few prefill rows, if the backend can run in them
+      and no layer counts rows.
     - ``states`` (None): blocks of states, for a model whose layers keep some: without CUDA graphs and launches ahead.
 
     State of a request changes only when a step succeeds, so that ``forward`` can be repeated after a failure.
@@ -89,7 +90,7 @@ class LanguageStage:
         states: BlockMemory | None = None,
     ) -> None:
         self.model, self.kv, self.image, self.letters, self.observe = model, kv, image, letters, observe
-        self.states, graphs = states, graphs if states is None else None
+        self.states, graphs = states, graphs if states is None and not model.counts_rows else None
         self._backend = backend or make_backend(AUTO, kv.shape.shape, kv.shape.dtype, kv.tensor.device)
         self._tokens, self._flight, self._copies = DeviceTokens(kv.tensor.device), deque[LaunchedStep](), HostCopies()
         if kv.tensor.is_cuda and states is None:

@@ -65,6 +65,8 @@ def build_any_media(model_type: str, directory: Path, *, seed: int = 0) -> Path:
             tokenizer.save_pretrained(directory / part)
     processor = load_processor(directory, config, tokenizer)
     _set_token_ids(config, tokenizer, processor)
+    for name, token in sizes.ids.items():
+        setattr(config, name, tokenizer.convert_tokens_to_ids(token))
     built = write_checkpoint(recipe, directory, seed)
     with _no_progress_bar():
         config.save_pretrained(built)

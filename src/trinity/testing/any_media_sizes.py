@@ -105,7 +105,7 @@ class TypeSizes:
     - ``config``: fields of the config. ``images``, ``audio``, ``processor``: of the image processor, of the feature
       extractor and of the processor.
     - ``tokens``: named special tokens. ``plain``: others. ``unnamed``: names that are left out. ``further_ids``: tokens
-      that its processor adds.
+      that its processor adds. ``ids``: fields of the config, each the id of a token.
     - ``image_token``, ``image_text``, ``audio_text``: of the chat template. ``chats`` (True): it has one at all.
     """
 
@@ -118,6 +118,7 @@ class TypeSizes:
     plain: tuple[str, ...] = ()
     unnamed: tuple[str, ...] = ()
     further_ids: int = 0
+    ids: dict[str, str] = field(default_factory=dict)
     image_token: str = ""
     image_text: str = ""
     chats: bool = True

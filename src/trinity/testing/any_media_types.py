@@ -208,12 +208,25 @@ OWN_SIZES: dict[str, TypeSizes] = {
         },
         images=_QWEN_IMAGES,
     ),
+    "kimi_k25": TypeSizes(config={"text_config.num_key_value_heads": 4}),
     "lfm3_vl": TypeSizes(
         config={
             "text_config.layer_types": ["conv", "full_attention"],
             "vision_config.layer_types": ["conv", "full_attention"],
         },
         images=_QWEN3_IMAGES,
+    ),
+    "llama4": TypeSizes(
+        config={
+            "vision_config.intermediate_size": 256,  # four times the hidden size, by its pixel shuffle
+            "vision_config.vision_output_dim": 64,
+            "vision_config.projector_input_dim": 64,
+            "vision_config.projector_output_dim": 64,
+            "text_config.attention_chunk_size": 64,
+            "text_config.floor_scale": 16,
+            "text_config.no_rope_layer_interval": 2,
+        },
+        ids={"image_token_id": "<|patch|>"},
     ),
     "llava_next_video": _LLAVA,
     "minicpmv4_6": TypeSizes(config={"text_config.layer_types": _HYBRID}),
@@ -224,7 +237,12 @@ OWN_SIZES: dict[str, TypeSizes] = {
         processor={"patch_size": 14, "spatial_merge_size": 2},
     ),
     "mistral_large4": TypeSizes(
-        config={"vision_feature_layer": -1},
+        config={
+            "vision_feature_layer": -1,
+            "text_config.kv_source_layers": [0, 1],
+            "text_config.indexer_types": None,
+            "text_config.num_key_value_heads": 4,
+        },
         images={"size": {"longest_edge": 112}, "patch_size": {"height": 14, "width": 14}},
         processor={"patch_size": 14, "spatial_merge_size": 2},
     ),
@@ -240,6 +258,26 @@ OWN_SIZES: dict[str, TypeSizes] = {
             "vision_config.max_img_size": 224,
         },
         images={"min_num_patches": 16, "max_num_patches": 64},
+    ),
+    "molmo2": TypeSizes(
+        config={
+            "adapter_config.vision_feature_layer": [-1, -2],
+            "vision_config.image_size": [56, 56],
+            "vision_config.num_position_embeddings": 16,
+        },
+        images={"size": {"height": 56, "width": 56}, "overlap_margins": [1, 1], "max_crops": 4},
+        ids={"image_patch_id": "<im_patch>"},
+        bos="<|im_end|>",
+    ),
+    "muse_glimmer": TypeSizes(config={"out_hidden_size": 256, "text_config.layer_rope_theta": [10_000.0, 0]}),
+    "muse_spark": TypeSizes(
+        config={
+            "out_hidden_size": 256,
+            "text_config.layer_rope_theta": [10_000.0, 0],
+            "text_config.moe_hidden_size": 32,
+            "audio_config.num_hidden_layers": 4,
+            "audio_config.hidden_sizes": [16, 16, 32, 32],
+        },
     ),
     "ovis2": TypeSizes(
         tokens={"image_token": "<IMG_ATOM>"},
@@ -283,6 +321,12 @@ OWN_SIZES: dict[str, TypeSizes] = {
         },
         images=_QWEN3_IMAGES,
     ),
+    "step3p7": TypeSizes(
+        config={"text_config.sliding_window": 40},
+        images={"size": {"height": 112, "width": 112}, "patch_size": 56},
+        image_token="<im_patch>",
+    ),
+    "unlimited_ocr": TypeSizes(config={"vision_config.sam_config.downsample_channels": [32, 64]}),
     "video_llava": TypeSizes(images={"size": {"shortest_edge": 56}, "crop_size": _SQUARE}),
     "vipllava": TypeSizes(
         config={"vision_feature_layers": [-1, -2]},

@@ -80,7 +80,7 @@ class Oracle:
         return logits
 
     def _answer(self, request: Request, processors: list[Any]) -> OracleAnswer:
-        inputs, settings = self.inputs(request), self._settings(request)
+        inputs, settings = self._typed_inputs(request), self._settings(request)
         length = inputs["input_ids"].shape[1]
         with torch.inference_mode():
             found = self._model.generate(**inputs, generation_config=settings, logits_processor=processors)
@@ -113,11 +113,19 @@ class Oracle:
         Returns [visual tokens, hidden * (1 + deepstack)]: of deepstack's layers, each has columns of its own.
         """
         method = self._model.base_model.get_image_features  # the outer class may pass on whatever it is given
-        inputs, named = self.inputs(request), inspect.signature(method).parameters
+        inputs, named = self._typed_inputs(request), inspect.signature(method).parameters
         with torch.inference_mode():
             found = method(**{name: value for name, value in inputs.items() if name in named}, return_dict=True)
         layers = [found.pooler_output, *(getattr(found, "deepstack_features", None) or ())]
         return torch.cat([torch.cat([each.flatten(0, -2) for each in _as_list(one)]) for one in layers], dim=-1)
+
+    def _typed_inputs(self, request: Request) -> dict[str, Any]:
+        """Make inputs whose pixels have the model's dtype: some processors give bfloat16 (Llama 4)."""
+        made = self.inputs(request)
+        floating = {
+            name for name, value in made.items() if isinstance(value, torch.Tensor) and value.is_floating_point()
+        }
+        return {name: value.to(self._model.dtype) if name in floating else value for name, value in made.items()}
 
     def inputs(self, request: Request) -> dict[str, Any]:
         """Make the inputs of ``generate()``, as transformers documents it."""

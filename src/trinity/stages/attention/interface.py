@@ -188,6 +188,11 @@ def attending(batch: PagedBatch | LayerSurvey) -> Iterator[None]:
         _running.batch = before
 
 
+def find_batch(given: PagedBatch | None = None) -> PagedBatch | LayerSurvey | None:
+    """Return the batch that this thread's forward serves, as its keyword says or else the context; None outside."""
+    return given or getattr(_running, "batch", None)
+
+
 def paged_attention(
     module: Any,
     query: Tensor,
@@ -203,7 +208,7 @@ def paged_attention(
     Raises ``UnsupportedModel`` if the layer's keys and values do not go into the cache, or if it is not called within
     a forward of trinity's.
     """
-    batch = trinity_batch or getattr(_running, "batch", None)
+    batch = find_batch(trinity_batch)
     if isinstance(batch, LayerSurvey):
         return batch.note(module.layer_idx, query, key, value), None
     if batch is None:

@@ -48,13 +48,17 @@ def find_latent_width(text: Any) -> tuple[int, int] | None:
 
 
 def watch_expansions(model: Any) -> int:
-    """Have each attention layer with latents, known by its shape, keep what it expands; returns how many have some."""
+    """Have each attention layer with latents, known by its shape, keep what it expands; returns how many have some.
+
+    May be called again.
+    """
     found = 0
     for layer in model.modules():
         expansion = _find_expansion(layer)
         if expansion is not None:
+            if not expands_latents(getattr(layer, expansion.name)):
+                getattr(layer, expansion.name).register_forward_pre_hook(_keep_latent)
             setattr(layer, _EXPANSION, expansion)
-            getattr(layer, expansion.name).register_forward_pre_hook(_keep_latent)
             found += 1
     return found
 
@@ -71,10 +75,12 @@ def _find_expansion(layer: Any) -> Expansion | None:
         return None
     heads, plain, value = config.num_attention_heads, config.qk_nope_head_dim, config.v_head_dim
     wanted = (widths[0], heads * (plain + value))
-    for name, child in layer.named_children():
-        if (getattr(child, "in_features", None), getattr(child, "out_features", None)) == wanted:
-            return Expansion(name, heads, widths[0], plain, value)
-    return None
+    shapes = {
+        name: (getattr(x, "in_features", None), getattr(x, "out_features", None)) for name, x in layer.named_children()
+    }
+    alike = [name for name, shape in shapes.items() if shape == wanted]
+    names = alike if len(alike) < 2 else [name for name in alike if "kv" in name]  # queries may have a latent so wide
+    return Expansion(names[0], heads, widths[0], plain, value) if len(names) == 1 else None
 
 
 def _keep_latent(projection: Any, given: Any) -> None:

@@ -63,6 +63,12 @@ class ModelAdapter:
         return {kind: token for kind, token in found.items() if token is not None}
 
     @property
+    def placeholder_ids(self) -> frozenset[int]:
+        """Ids of all placeholders that the config names: alone, the model's own forward may treat them in its way."""
+        named = (getattr(self.config, f"{kind}_token_id", None) for kind in kind_names())
+        return frozenset([*self.media_tokens.values(), *(number for number in named if isinstance(number, int))])
+
+    @property
     def deepstack(self) -> int:
         """Number of further parts of hidden size in a feature row, one for each of the first layers (Qwen3-VL)."""
         vision = getattr(self.config, "vision_config", None)
@@ -189,6 +195,13 @@ class ModelAdapter:
         mask = torch.zeros((1, total), dtype=torch.bool, device=at.device)
         mask[0, at] = True
         return {"visual_pos_masks": mask, "deepstack_visual_embeds": list(further.chunk(self.deepstack, -1))}
+
+    def token_inputs(self, text: Any, ids: Tensor, media: Tensor) -> dict[str, Any]:
+        """Make keywords of the text model ``text`` that depend on token ids, not on embeddings alone (Gemma 4).
+
+        ``ids``, ``media`` ([rows]): of the batch's tokens; which of them are placeholders, whose ids are 0.
+        """
+        return {}
 
     def head(self, model: Any, hidden: Tensor) -> Tensor:
         """Compute logits [rows, vocabulary] of hidden states [rows, hidden], as the model's own forward does."""

@@ -143,7 +143,7 @@ def _advice() -> str:
 def _make_prompts(model: LoadedModel, count: int) -> np.ndarray:
     """Make prompts [count, 24]: each differs, lest rounding choose other experts in all of them at once."""
     vocabulary = int(model.adapter.text_config.vocab_size)
-    allowed = np.setdiff1d(np.arange(vocabulary), list(model.media_token_ids))
+    allowed = np.setdiff1d(np.arange(vocabulary), list(model.adapter.placeholder_ids))
     places = np.arange(count)[:, None] * 104_729 + np.arange(_LENGTH + 1) * 7919 + 13
     found: np.ndarray = allowed[places % len(allowed)]
     return found

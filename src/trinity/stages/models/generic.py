@@ -19,6 +19,10 @@ from trinity.stages.models.base import (
     flatten_features,
     scale_logits,
 )
+from trinity.stages.models.own_forward import forward_features, forward_logits
+
+FORWARD = "forward"  # of ``MediaFacts``: by the model's own
+FEATURE_WAYS = ("getter", FORWARD)  # the usual one first
 
 
 class GenericAdapter(ModelAdapter):
@@ -46,17 +50,29 @@ class GenericAdapter(ModelAdapter):
 
     def language(self, model: Any) -> Any:
         """Return the text model; of a whole causal model the part below its head."""
-        found = getattr(model.base_model, self.facts.language)
-        return found.base_model if found.get_output_embeddings() is not None else found
+        return below_head(getattr(model.base_model, self.facts.language))
 
     def encode(self, model: Any, kind: str, items: Sequence[MediaInputs], counts: Sequence[int]) -> list[Tensor]:
-        if kind != "audio":
+        if kind == "audio":  # one by one: lengths differ, and what pads a batch would be part of a clip's features
+            return [
+                super(GenericAdapter, self).encode(model, kind, [item], [count])[0]
+                for item, count in zip(items, counts, strict=True)
+            ]
+        if self.facts.features == "getter":
             return super().encode(model, kind, items, counts)
-        # One by one: lengths differ, and what pads a batch would be part of a clip's features.
-        return [
-            super(GenericAdapter, self).encode(model, kind, [item], [count])[0]
-            for item, count in zip(items, counts, strict=True)
-        ]
+        return self._encode_by_forward(model, items, counts)
+
+    def _encode_by_forward(self, model: Any, items: Sequence[MediaInputs], counts: Sequence[int]) -> list[Tensor]:
+        found: dict[int, Tensor] = {}
+        for chosen, joined in self.collate(items):
+            wanted = [counts[i] for i in chosen]
+            rows = forward_features(
+                *(model, self.facts.language, self.text_config.hidden_size, self.facts.image_token_id),
+                sum(wanted),
+                joined,
+            )
+            found.update(zip(chosen, torch.split(rows, wanted), strict=True))
+        return [found[i] for i in range(len(items))]
 
     def collate(self, items: Sequence[MediaInputs]) -> Iterator[tuple[list[int], dict[str, Tensor]]]:
         if self.facts.joined:
@@ -92,8 +108,25 @@ class GenericAdapter(ModelAdapter):
             return RotaryPositions(None, self.facts.first)
         return super().positions(model, prompt, spans, kinds)
 
+    def token_inputs(self, text: Any, ids: Tensor, media: Tensor) -> dict[str, Any]:
+        if not getattr(self.text_config, "hidden_size_per_layer_input", 0):
+            return {}
+        padded = torch.where(media, self.text_config.pad_token_id or 0, ids)  # as the models' own forward has it
+        return {"per_layer_inputs": text.get_per_layer_inputs(padded[None], None)}
+
     def head(self, model: Any, hidden: Tensor) -> Tensor:
+        if self.facts.head == FORWARD:
+            return forward_logits(model, self.facts.language, self.language(model), hidden)
         logits: Tensor = find_head(model)(hidden)
         if self.facts.head == "none":
             return logits
         return scale_logits(logits, self.config if self.facts.head == "config" else self.text_config)
+
+
+def below_head(text: Any) -> Any:
+    """Return the part of a text model that gives hidden states: of a causal model that below its head, else all."""
+    if text.get_output_embeddings() is None:
+        return text
+    if text.base_model is not text:
+        return text.base_model
+    return next(child for child in text.children() if hasattr(child, "get_input_embeddings"))  # Llama 4 names no base

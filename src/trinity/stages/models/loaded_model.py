@@ -147,6 +147,11 @@ class LoadedModel:
         found: StateLayout | None = getattr(self.language, "trinity_states", None)
         return found
 
+    @property
+    def counts_rows(self) -> bool:
+        """Tell if layers of the language part ask how many tokens a cache holds, which no CUDA graph may keep."""
+        return bool(getattr(self.language, "trinity_counts", False))
+
     def state_shape(self) -> BlockShape | None:
         """Return the block of one request's states, as bytes; None for a model without."""
         return None if self.states is None else BlockShape(STATE, (self.states.size,), torch.uint8)
@@ -218,6 +223,7 @@ class LoadedModel:
     def _run_text(self, batch: RaggedBatch, paged: PagedBatch, image: Tensor | None) -> Tensor:
         text = self.adapter.language(self.language)
         embeds, further = self._embed(text.get_input_embeddings()(batch.ids), batch, image)
+        further |= self.adapter.token_inputs(text, batch.ids, batch.media)
         try:
             output = text(
                 inputs_embeds=embeds[None],

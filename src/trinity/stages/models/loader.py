@@ -24,6 +24,7 @@ from trinity.preprocess.checkpoint import read_config
 from trinity.stages.attention.interface import PAGED_ATTENTION, register_attention
 from trinity.stages.attention.kv_rows import KvRow
 from trinity.stages.attention.latent import watch_expansions
+from trinity.stages.attention.row_counts import answer_counts
 from trinity.stages.kernels.admission import is_known
 from trinity.stages.kernels.decoder_layers import fuse_decoder_layers
 from trinity.stages.kernels.encoder_elementwise import fuse_encoder_elementwise
@@ -36,6 +37,7 @@ from trinity.stages.kernels.linear import _is_packing_faster, pack_weights, use_
 from trinity.stages.kernels.native_linear import is_native_faster, use_native_products
 from trinity.stages.models.base import ModelAdapter, find_head
 from trinity.stages.models.checks import refuse_layers, self_check, set_attention
+from trinity.stages.models.generic import GenericAdapter
 from trinity.stages.models.loaded_model import LoadedModel
 from trinity.stages.models.partial_models import find_model_class, make_partial_class
 from trinity.stages.models.quantization import (
@@ -58,7 +60,7 @@ from trinity.stages.models.quantizers import (
 from trinity.stages.models.registry import find_adapter, is_known_text
 from trinity.stages.models.shared_parts import fill_part, move_part
 from trinity.stages.models.state_probe import prepare_states
-from trinity.stages.models.whole_forward import survey_rows
+from trinity.stages.models.whole_forward import survey_rows, survey_text
 
 logger = logging.getLogger("trinity")
 _CPU = torch.device("cpu")
@@ -120,18 +122,22 @@ def load_model(
 
 
 def _survey(model: LoadedModel) -> LoadedModel:
-    """Have a text model that nobody listed run whole, over what its layers attend with, or raise UnsupportedModel."""
+    """Find what the layers of a model that nobody listed attend with, and have a text model run whole.
+
+    Raises ``UnsupportedModel`` if they cannot be served.
+    """
+    proven = isinstance(model.adapter, GenericAdapter)
     listed = type(model.adapter) is not ModelAdapter or is_known_text(model.adapter)  # somebody knows its parts
-    if model.language is None or model.multimodal or listed:
+    if model.language is None or (not proven and (model.multimodal or listed)) or (proven and model.states is not None):
         return model
     found: KvRow | None = getattr(model.language, "trinity_row", None)
     if found is None:
         try:
-            found = survey_rows(model.language, model.adapter, model.device)
+            found = (survey_text if proven else survey_rows)(model.language, model.adapter, model.device)
         except Exception as exc:
             raise UnsupportedModel(f"{model.config.model_type!r} cannot be served: {exc}") from exc
         model.language.trinity_row = found
-    return replace(model, kv_row=found, whole=True)
+    return replace(model, kv_row=found, whole=not proven)
 
 
 def _check_unchanged(directory: Path, files: LoadedFiles, same: bool) -> None:
@@ -357,6 +363,7 @@ def _fit_part(model: Any, adapter: ModelAdapter, name: str) -> None:
     if name == "language":
         set_attention(model, adapter, PAGED_ATTENTION)
         watch_expansions(adapter.language(model))
+        model.trinity_counts = answer_counts(adapter.language(model))
         if is_known_text(adapter):
             skip_unsampled_rows(adapter.language(model), adapter.deepstack)
     elif adapter.vision_states is not None and is_known(LayerPart.IMAGE_FEATURES, type(model.base_model)):

@@ -42,3 +42,18 @@ def survey_rows(model: Any, adapter: ModelAdapter, device: torch.device) -> KvRo
     with without_swaps(model), attending(survey):
         run_model(model, place, place, None)
     return find_kv_row(survey, adapter.text_config.num_hidden_layers, adapter.latent_row)
+
+
+@torch.inference_mode()
+def survey_text(model: Any, adapter: ModelAdapter, device: torch.device) -> KvRow:
+    """Find what the KV cache must hold of a token of a multimodal model, by running one through its text model.
+
+    Raises ``UnsupportedModel`` as ``survey_rows`` does.
+    """
+    survey, text = LayerSurvey(), adapter.language(model)
+    ids = torch.zeros(1, dtype=torch.int64, device=device)
+    place = ids[None] if adapter.axes == 1 else ids.expand(adapter.axes, 1, 1)
+    further = adapter.token_inputs(text, ids, ids.bool())
+    with without_swaps(model), attending(survey):
+        text(inputs_embeds=text.get_input_embeddings()(ids)[None], position_ids=place, use_cache=False, **further)
+    return find_kv_row(survey, adapter.text_config.num_hidden_layers, adapter.latent_row)

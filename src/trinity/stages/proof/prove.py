@@ -13,7 +13,7 @@ import torch
 from trinity.errors import TrinityError
 from trinity.preprocess.checkpoint import read_config
 from trinity.preprocess.verdicts import MediaFacts, ProofPart, ProofVerdict, keep_verdict
-from trinity.stages.models.generic import GenericAdapter
+from trinity.stages.models.generic import FEATURE_WAYS, GenericAdapter
 from trinity.stages.proof.prompts import ProofPrompt, make_picture, one_image, text_alone, three_images
 from trinity.stages.proof.reference import Expected
 from trinity.stages.proof.subject import TOLERANCE, Differs, Subject, relative_error
@@ -81,6 +81,7 @@ def _prove_images(subject: Subject, _: MediaFacts) -> Iterator[tuple[ProofPart, 
         ),
         facts,
     )
+    facts = _find_features(subject, facts, prompts[0], expected[0])
     trial = open_tried(subject, facts)
     try:
         for prompt, wanted in zip(prompts, expected, strict=True):
@@ -157,6 +158,21 @@ def _prove_features(trial: TriedModel, prompt: ProofPrompt, expected: Expected) 
     if error > TOLERANCE:
         raise Differs(name, f"{len(rows)} rows for {prompt.name} are {error:.2g} off")
     return ProofPart(name, True, f"{len(rows)} rows for {prompt.name}, {error:.1g} off at most")
+
+
+def _find_features(subject: Subject, facts: MediaFacts, prompt: ProofPrompt, expected: Expected) -> MediaFacts:
+    """Find out what makes the features of an image that the text model is given; the usual way if nothing does."""
+    for way in FEATURE_WAYS:
+        tried = msgspec.structs.replace(facts, features=way)
+        trial = open_tried(subject, tried)
+        try:
+            _prove_features(trial, prompt, expected)
+        except Exception:  # what a processor or a model raises is found again, and said, by the proof of that part
+            continue
+        finally:
+            trial.close()
+        return tried
+    return facts
 
 
 def _prove_positions(trial: TriedModel, prompt: ProofPrompt, expected: Expected) -> ProofPart:

@@ -16,6 +16,7 @@ from trinity.preprocess.audio_kind import find_extractor
 from trinity.preprocess.checkpoint import read_config
 from trinity.preprocess.verdicts import MediaFacts
 from trinity.stages.models.base import HEAD_FIELDS, ModelAdapter
+from trinity.stages.models.generic import FORWARD, below_head
 from trinity.stages.models.loader import quiet
 from trinity.stages.models.partial_models import find_model_class
 from trinity.stages.models.states import StateLayout
@@ -169,8 +170,7 @@ class Subject:
     @property
     def language(self) -> Any:
         """The text model below its head."""
-        found = getattr(self.model.base_model, self.language_name)
-        return found.base_model if found.get_output_embeddings() is not None else found
+        return below_head(getattr(self.model.base_model, self.language_name))
 
     def expect(self, prompt: ProofPrompt) -> Expected:
         """Run the model's own route. Raises ``Differs`` if it does not run at all."""
@@ -235,7 +235,7 @@ class Subject:
         text = self.config.get_text_config(decoder=True)
         parts = (("config", self.config), ("text", text))
         named = [name for name, part in parts if any(getattr(part, each, None) for each in HEAD_FIELDS)]
-        return [*named, "none"] if named else ["config"]
+        return [*named, "none", FORWARD] if named else ["config", FORWARD]
 
     def list_choices(self) -> list[dict[str, Any]]:
         """List what may be tried for the attention among an image's tokens and for the head, likely ones first."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,15 @@ from trinity.preprocess.processor import ProcessedRequest, RequestProcessor
 from trinity.preprocess.proof_requests import process_prompt
 from trinity.preprocess.verdicts import MediaFacts, on_trial
 from trinity.stages.attention.interface import PAGED_ATTENTION, register_attention
+from trinity.stages.attention.latent import watch_expansions
+from trinity.stages.attention.row_counts import answer_counts
 from trinity.stages.encode import EncodeStage
 from trinity.stages.language import LanguageStage
 from trinity.stages.models.checks import refuse_layers, set_attention
 from trinity.stages.models.generic import GenericAdapter
 from trinity.stages.models.loaded_model import LoadedModel
 from trinity.stages.models.state_probe import prepare_states
+from trinity.stages.models.whole_forward import survey_text
 from trinity.stages.proof.prompts import ProofPrompt
 from trinity.stages.proof.reference import PROOF_OUTPUTS, raw_text
 
@@ -59,6 +62,10 @@ class TriedModel:
             vision=model,
             language=model,
         )
+        if self.loaded.states is None:
+            with self._paged():
+                found = survey_text(model, self.adapter, self.loaded.device)
+            self.loaded = replace(self.loaded, kv_row=found)
 
     def close(self) -> None:
         """End the processor's threads."""
@@ -153,6 +160,8 @@ class TriedModel:
         """Have the text model use paged attention."""
         register_attention()
         language = self.adapter.language(self.loaded.language)
+        answer_counts(language)
+        watch_expansions(language)
         own = language.config._attn_implementation
         set_attention(self.loaded.language, self.adapter, PAGED_ATTENTION)
         try:

@@ -1,0 +1,107 @@
+"""Runs of a model's own forward around its text model, for models that no convention describes.
+
+Some project what ``get_image_features`` gives only in their forward, or scale logits there. So the forward itself runs
+here, with a stand-in for the text model: one that keeps what it is given, or one that gives what it is told to.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trinity.errors import StageError
+
+
+class _Given(Exception):
+    """Ends a forward at its text model, with the embeddings [1, tokens, hidden] that this was given."""
+
+    def __init__(self, embeds: Tensor) -> None:
+        super().__init__("the text model was reached")
+        self.embeds = embeds
+
+
+class _ZeroEmbedding(nn.Module):
+    """Embeds every token as zeros [..., width]."""
+
+    def __init__(self, width: int, like: Tensor) -> None:
+        super().__init__()
+        self.width, self.weight = width, like.new_zeros(1, width)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.weight.expand(*ids.shape, self.width).clone()
+
+
+class _KeepsEmbeddings(nn.Module):
+    """Stands where the text model was; embeds tokens as zeros, and raises ``_Given``."""
+
+    def __init__(self, width: int, like: Tensor) -> None:
+        super().__init__()
+        self.embedding = _ZeroEmbedding(width, like)
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embedding
+
+    def forward(self, *given: Any, inputs_embeds: Tensor | None = None, **named: Any) -> None:
+        if inputs_embeds is None:
+            raise StageError("the model's forward gives its text model no embeddings", stage="E")
+        raise _Given(inputs_embeds)
+
+
+class _GivesStates(nn.Module):
+    """Stands where the text model was, and gives these hidden states [1, rows, hidden] whatever it is asked."""
+
+    def __init__(self, states: Tensor) -> None:
+        super().__init__()
+        self.states = states
+
+    def forward(self, *given: Any, **named: Any) -> Any:
+        from transformers.modeling_outputs import MoeModelOutputWithPast  # all fields that are asked for
+
+        return MoeModelOutputWithPast(last_hidden_state=self.states)
+
+
+def forward_features(
+    model: Any, language: str, width: int, placeholder: int, count: int, inputs: Mapping[str, Tensor]
+) -> Tensor:
+    """Run the forward of ``model.base_model`` over ``count`` placeholders; return features [count, ``width``].
+
+    ``language``: name of its text model, which may be lacking. ``inputs``: of the encoder, by name. May be called from
+    several threads. Raises ``StageError`` if the text model is never reached, and what the forward raises.
+    """
+    pixels = next(value for value in inputs.values() if value.is_floating_point())
+    twin = _replace(model.base_model, [language], _KeepsEmbeddings(width, pixels))
+    accepted = inspect.signature(twin.forward).parameters
+    ids = torch.full((1, count), placeholder, device=pixels.device)
+    try:
+        twin(input_ids=ids, use_cache=False, **{name: value for name, value in inputs.items() if name in accepted})
+    except _Given as given:
+        return given.embeds[0]
+    raise StageError("the model's forward does not reach its text model", stage="E")
+
+
+def forward_logits(model: Any, language: str, below: Any, states: Tensor) -> Tensor:
+    """Run the forward of ``model`` behind its text model's hidden states [rows, hidden]: logits [rows, vocabulary].
+
+    - ``language``: name of the text model within ``model.base_model``.
+    - ``below``: the part of it that gives the hidden states.
+    """
+    text = getattr(model.base_model, language)
+    path = [language, *(name for name, child in text.named_children() if child is below)]
+    if model.base_model is not model:
+        path.insert(0, model.base_model_prefix)
+    twin = _replace(model, path, _GivesStates(states[None]))
+    logits: Tensor = twin(inputs_embeds=states[None], use_cache=False).logits
+    return logits[0]
+
+
+def _replace(module: Any, path: Sequence[str], stand_in: nn.Module) -> Any:
+    """Copy the modules along ``path``, with ``stand_in`` at its end; all others are shared."""
+    twin, (name, *further) = copy.copy(module), path
+    inner = _replace(module._modules[name], further, stand_in) if further else stand_in
+    twin._modules = {**module._modules, name: inner}
+    return twin
