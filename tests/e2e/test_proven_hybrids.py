@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ TYPES = (*HYBRIDS, "granite_docling")
 PLACEMENTS = ("1E1P1D", "1EP1D", "1ED1P", "EPD")
 POOLS = {"image": 16, "kv": 256, "state": 3}
 SETTINGS: dict[str, Any] = {"dtype": "float32", "pools": POOLS, "rules": BatchRules(token_budget=23)}
+OLDER = tuple(map(int, version("transformers").split(".")[:2])) < (5, 23)
 Found = dict[str, tuple[list[int], torch.Tensor]]
 
 
@@ -124,7 +126,8 @@ def mark(name: str, placement: str) -> Any:
 def test_a_hybrid_with_images_is_served_exactly(name: str, placement: str) -> None:
     directory = proven(name)
     wanted, (found, moved) = answer(directory), serve(directory, placement)
-    assert list_differing(found, wanted) == []
+    depends = name == "minicpmv4_6" and OLDER  # its model takes the first image's size for all of a prompt's
+    assert list_differing(found, wanted) == ["three"] * depends
     assert moved == MOVED[placement] - ({"state"} if name not in HYBRIDS else set())
     assert wanted["one"].token_ids != wanted["other"].token_ids, "another image gives other tokens"
 
