@@ -24,7 +24,15 @@ OWN_SIZES: dict[str, TypeSizes] = {
     "lfm2_vl": TypeSizes(
         config={"vision_config.patch_size": 16, "text_config.layer_types": ["conv", "full_attention"]}
     ),
-    "gemma4_unified": TypeSizes(start={"vision_config": {}}, config={"text_config.per_layer_config": None}),
+    "gemma4_unified": TypeSizes(
+        start={"vision_config": {}},
+        config={
+            "text_config.per_layer_config": None,
+            "text_config.num_hidden_layers": 3,
+            "text_config.layer_types": ["sliding_attention", "full_attention", "full_attention"],
+            "text_config.sliding_window": 300,  # longer than an image, as in its checkpoints
+        },
+    ),
     "aya_vision": TypeSizes(processor={"img_size": 56, "patch_size": 14}),
     "blip-2": TypeSizes(
         config={
@@ -118,6 +126,7 @@ OWN_SIZES: dict[str, TypeSizes] = {
         images={"min_pixels": 32 * 32, "max_pixels": 64 * 64},
     ),
     "ernie4_5_vl_moe": TypeSizes(
+        image_text="<image_start><image><image_end>",
         config={
             "text_config.rope_parameters": {**_ROPE, "mrope_section": [2, 2, 4]},
             "text_config.moe_intermediate_size": [32, 32],
@@ -334,7 +343,10 @@ OWN_SIZES: dict[str, TypeSizes] = {
         processor={"num_additional_image_tokens": 1, "patch_size": 14, "vision_feature_select_strategy": "default"},
     ),
     "fuyu": TypeSizes(
-        plain=("|SPEAKER|", "|NEWLINE|", "<0x04>", "<0x00>", "<0x01>", "<0x02>", "<0x03>"), image_text="|SPEAKER|"
+        config={"patch_size": 30},
+        images={"size": {"height": 90, "width": 120}},
+        plain=("|SPEAKER|", "|NEWLINE|", "<0x04>", "<0x00>", "<0x01>", "<0x02>", "<0x03>"),
+        image_text="|SPEAKER|",
     ),
     "shieldgemma2": TypeSizes(image_text="<boi>", config={"mm_tokens_per_image": 4}, processor={"image_seq_length": 4}),
     "t5gemma2": TypeSizes(config={"encoder.mm_tokens_per_image": 4}, image_text="<boi>"),

@@ -47,3 +47,17 @@ def test_without_layers_the_conventions_hold() -> None:
     output = SimpleNamespace(pooler_output=rows(0), deepstack_features=None)
     assert torch.equal(adapter.feature_rows(output), rows(0))
     assert adapter.language_inputs(rows(0), torch.tensor([0, 1, 2]), 4) == {}
+
+
+def test_types_of_tokens_go_by_their_ids_and_those_of_placeholders_by_the_images() -> None:
+    adapter = GenericAdapter(CONFIG, MediaFacts(image_token_id=5, token_types={"kinds": {5: 1, 7: 2}}))
+    ids, media = torch.tensor([7, 0, 0, 3, 0]), torch.tensor([False, True, True, False, False])
+    given = adapter.token_inputs(None, ids, media)
+    assert given["kinds"].tolist() == [[2, 1, 1, 0, 0]]
+    assert adapter.reads_types, "no CUDA graph keeps them"
+
+
+def test_without_types_the_text_model_is_told_none() -> None:
+    adapter = GenericAdapter(CONFIG, MediaFacts(image_token_id=5))
+    assert adapter.token_inputs(None, torch.tensor([1]), torch.tensor([False])) == {}
+    assert not adapter.reads_types

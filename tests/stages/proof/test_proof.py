@@ -18,12 +18,15 @@ from trinity.stages.models.base import MediaInputs, RotaryPositions
 from trinity.stages.models.generic import GenericAdapter
 from trinity.stages.proof import prove
 
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation")  # of tensors, in ERNIE's processor
 PARTS = ("processor", "prompt ids", "features", "positions", "attention", "logits", "control")
 # One of each kind: three rotary axes; sizes of images beside pixels, and a processor that asks for torchvision; tiles;
 # layers that keep states; four rotary axes, and tokens that must stand around a placeholder.
 SLOW_TYPES = (
     "granite4_vision",
     "idefics2",
+    "ernie4_5_vl_moe",
+    "gemma4_unified",
     "got_ocr2",
     "deepseek_ocr2",
     "deepseek_vl_hybrid",
@@ -70,6 +73,13 @@ class WrongLayers(GenericAdapter):
         return {**found, self.facts.layer_names[1]: dict(zip(parts, reversed(parts.values()), strict=True))}
 
 
+class NoTypes(GenericAdapter):
+    """Tokens without their types, by which experts are chosen."""
+
+    def token_inputs(self, text: Any, ids: Tensor, media: Tensor) -> dict[str, Any]:
+        return dict.fromkeys(super().token_inputs(text, ids, media))
+
+
 class WrongAxis(GenericAdapter):
     """Rows and columns of images exchanged."""
 
@@ -112,6 +122,7 @@ def refused(name: str, make_adapter: Any) -> ProofVerdict:
     ("name", "make_adapter", "part"),
     [
         ("any-mistral3", Shifted, "features"),
+        ("any-ernie4_5_vl_moe", NoTypes, "attention among an image's tokens"),
         ("any-granite4_vision", WrongLayers, "attention among an image's tokens"),
         ("any-qwen3_vl_moe", WrongAxis, "positions"),
         ("any-qwen3_vl_moe", LatePositions, "logits under chunking"),
@@ -132,6 +143,13 @@ def test_images_that_text_reads_by_cross_attention_are_refused_by_that_name() ->
     assert verdict.failed is not None
     assert verdict.failed.name == "text model"
     assert "cross attention (text_decoder" in verdict.failed.said
+
+
+def test_a_processor_that_puts_an_image_in_front_by_itself_is_refused_by_that() -> None:
+    verdict = prove(checkpoint("any-blip-2"))
+    assert verdict.failed is not None
+    assert (verdict.failed.name, verdict.serves) == ("placeholder", ())
+    assert "in front by itself" in verdict.failed.said
 
 
 def test_the_verdict_of_a_broken_adapter_is_not_kept() -> None:

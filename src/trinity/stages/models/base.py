@@ -101,6 +101,11 @@ class ModelAdapter:
         return None if widths is None else KvRow(1, 1, sum(widths))
 
     @property
+    def reads_types(self) -> bool:
+        """Tell if the text model reads the types of tokens, which no CUDA graph may keep."""
+        return False
+
+    @property
     def vision_states(self) -> int | Sequence[int] | None:
         """Hidden states of ``vision_tower`` that features are made of; None if they need its other outputs."""
         return None

@@ -45,6 +45,10 @@ class GenericAdapter(ModelAdapter):
     def axes(self) -> int:
         return max(self.facts.axes, super().axes)
 
+    @property
+    def reads_types(self) -> bool:
+        return bool(self.facts.token_types)
+
     def language_name(self, model: Any) -> str | None:
         return self.facts.language
 
@@ -109,10 +113,18 @@ class GenericAdapter(ModelAdapter):
         return super().positions(model, prompt, spans, kinds)
 
     def token_inputs(self, text: Any, ids: Tensor, media: Tensor) -> dict[str, Any]:
+        found = {name: self._find_types(kinds, ids, media) for name, kinds in self.facts.token_types.items()}
         if not getattr(self.text_config, "hidden_size_per_layer_input", 0):
-            return {}
+            return found
         padded = torch.where(media, self.text_config.pad_token_id or 0, ids)  # as the models' own forward has it
-        return {"per_layer_inputs": text.get_per_layer_inputs(padded[None], None)}
+        return {"per_layer_inputs": text.get_per_layer_inputs(padded[None], None), **found}
+
+    def _find_types(self, kinds: dict[int, int], ids: Tensor, media: Tensor) -> Tensor:
+        """Find the types [1, rows] of tokens; those of placeholders go by the image's token."""
+        found = torch.zeros_like(ids)
+        for number, kind in kinds.items():
+            found = torch.where(ids == number, kind, found)
+        return torch.where(media, kinds.get(self.facts.image_token_id, 0), found)[None]
 
     def head(self, model: Any, hidden: Tensor) -> Tensor:
         if self.facts.head == FORWARD:

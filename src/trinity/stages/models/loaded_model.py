@@ -150,7 +150,7 @@ class LoadedModel:
     @property
     def counts_rows(self) -> bool:
         """Tell if layers of the language part ask how many tokens a cache holds, which no CUDA graph may keep."""
-        return bool(getattr(self.language, "trinity_counts", False))
+        return self.adapter.reads_types or bool(getattr(self.language, "trinity_counts", False))
 
     def state_shape(self) -> BlockShape | None:
         """Return the block of one request's states, as bytes; None for a model without."""

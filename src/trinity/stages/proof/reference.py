@@ -86,6 +86,18 @@ class Reference:
             return "" if int(found["input_ids"].shape[-1]) > 1 else "it is not expanded"
         return refusals[0]
 
+    def puts_itself(self, token: str) -> bool:
+        """Tell if the processor puts an image's tokens into a prompt that has none, and leaves one there as it is."""
+        number, counts = self.tokenizer.convert_tokens_to_ids(token), list[int]()
+        for text in ("A boat", f"A boat{token}"):
+            try:
+                found = self.processor(**self._image_keywords(text, one_image()), return_tensors="pt")["input_ids"]
+            except Exception:  # one image more than there are
+                counts.append(0)
+                continue
+            counts.append(found[0].tolist().count(number))
+        return counts[0] > 0 and counts[1] == counts[0] + 1
+
     def _image_keywords(self, text: str, prompt: ProofPrompt) -> dict[str, Any]:
         """Make keywords of the processor for a prompt with images, in the form that it takes."""
         return {"text": [text], "images": list(prompt.images) if self.flat else [list(prompt.images)]}

@@ -118,6 +118,10 @@ class Subject:
         """Placeholder of an image, and its marker: the placeholder with what must stand around. Raises ``Differs``."""
         refusals = {}
         for token in self._image_tokens():
+            if self.reference.puts_itself(token):
+                raise Differs(
+                    "placeholder", "its processor puts an image in front by itself, where no text stands for it"
+                )
             markers = self.reference.list_markers(token)
             refusals[token] = "" if markers else "its chat template does not write it once for an image"
             for marker in markers:
