@@ -146,6 +146,8 @@ class Oracle:
         if clips and self._loaded.config.model_type == "smolvlm":  # as its chats do
             videos["do_sample_frames"] = True
         given = {**videos, **({"images": [images]} if images else {}), **({"audio": sounds} if sounds else {})}
+        if given:
+            given |= self._kinds_of_tokens()
         if not given and "audio" in self._loaded.placeholders:  # some of their processors take no text alone
             return dict(self._processor.tokenizer([whole], return_tensors="pt"))
         return dict(self._processor(text=[whole], return_tensors="pt", **given))
@@ -174,9 +176,15 @@ class Oracle:
             "return_tensors": "pt",
             "add_generation_prompt": True,
         }
-        if clips:
-            settings["processor_kwargs"] = describe_clips(clips)
+        further = (describe_clips(clips) if clips else {}) | self._kinds_of_tokens()
+        if further:
+            settings["processor_kwargs"] = further
         return dict(self._processor.apply_chat_template(chat, **settings))
+
+    def _kinds_of_tokens(self) -> dict[str, bool]:
+        """Return the keyword by which a processor gives the kind of each token, where its model takes that."""
+        takes = "mm_token_type_ids" in inspect.signature(self._model.forward).parameters
+        return {"return_mm_token_type_ids": True} if takes else {}
 
 
 def describe_clips(clips: Sequence[Clip]) -> dict[str, Any]:

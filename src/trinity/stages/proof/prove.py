@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import torch
+from torch import Tensor
 
 from trinity.errors import TrinityError
 from trinity.preprocess.checkpoint import read_config
 from trinity.preprocess.verdicts import MediaFacts, ProofPart, ProofVerdict, keep_verdict
 from trinity.stages.models.generic import FEATURE_WAYS, GenericAdapter
-from trinity.stages.proof.prompts import ProofPrompt, make_picture, one_image, text_alone, three_images
+from trinity.stages.proof.prompts import ProofPrompt, one_image, text_alone, three_images
 from trinity.stages.proof.reference import Expected
 from trinity.stages.proof.subject import TOLERANCE, Differs, Subject, relative_error
-from trinity.stages.proof.trial import PROOF_CHUNK, Found, TriedModel
+from trinity.stages.proof.trial import Found, TriedModel
 
 LEAST_CHANGE = 10 * TOLERANCE  # of logits by another image: less would be too little to see a fault by
+SHORT_OUTPUTS = 2  # tokens of prompts other than the longest: the first of a prefill, the second of a decode
+_SAME = TOLERANCE / 100  # of features in another batch
 
 Proof = Callable[[Subject, MediaFacts], Iterator[tuple[ProofPart, MediaFacts]]]
 
@@ -32,7 +35,7 @@ def prove(directory: Path, make_adapter: Any = GenericAdapter) -> ProofVerdict:
     """
     begun = loaded = time.monotonic()
     parts, serves = list[ProofPart](), list[str]()
-    facts = MediaFacts()
+    facts, subject = MediaFacts(), None
     try:
         subject = Subject.load(directory, make_adapter)
         loaded = time.monotonic()
@@ -43,6 +46,9 @@ def prove(directory: Path, make_adapter: Any = GenericAdapter) -> ProofVerdict:
                 serves.append(kind)
     except Differs as error:
         parts.append(ProofPart(error.name, False, error.said))
+    finally:
+        if subject is not None:
+            subject.close()
     verdict = ProofVerdict(
         model_type=str(read_config(directory).model_type),
         parts=tuple(parts),
@@ -73,7 +79,8 @@ def _prove_kind(subject: Subject, facts: MediaFacts, kind: str, parts: list[Proo
 def _prove_images(subject: Subject, _: MediaFacts) -> Iterator[tuple[ProofPart, MediaFacts]]:
     """Prove images, and find the facts on the way."""
     prompts = (one_image(), three_images())
-    expected = [subject.expect(prompt) for prompt in prompts]
+    expected = [subject.expect(prompts[0], outputs=SHORT_OUTPUTS), subject.expect(prompts[1])]
+    other = subject.expect(one_image(seed=1), outputs=1)
     facts = subject.guess_facts(expected[0])
     yield (
         ProofPart(
@@ -82,25 +89,19 @@ def _prove_images(subject: Subject, _: MediaFacts) -> Iterator[tuple[ProofPart, 
         facts,
     )
     facts = _find_features(subject, facts, prompts[0], expected[0])
+    facts = _find_joined(subject, facts, (expected[0], other))
     trial = open_tried(subject, facts)
-    try:
-        for prompt, wanted in zip(prompts, expected, strict=True):
-            yield _prove_ids(trial, prompt, wanted), facts
-            yield _prove_features(trial, prompt, wanted), facts
-            yield _prove_positions(trial, prompt, wanted), facts
-    finally:
-        trial.close()
-    facts, part = _find_attention(subject, facts, prompts[1], expected[1])
-    yield part, facts
-    facts = _find_joined(subject, facts)
     for prompt, wanted in zip(prompts, expected, strict=True):
-        yield prove_logits(subject, facts, prompt, wanted, PROOF_CHUNK), facts
-    yield _prove_control(subject, expected[0]), facts
+        yield from ((part, facts) for part in prove_inputs(trial, prompt, wanted))
+    facts, *parts = _prove_attention(subject, facts, prompts, expected)
+    for part in parts:
+        yield part, facts
+    yield _prove_control(other, expected[0]), facts
 
 
 def _prove_text(subject: Subject, facts: MediaFacts) -> Iterator[tuple[ProofPart, MediaFacts]]:
     prompt = text_alone()
-    yield prove_logits(subject, facts, prompt, subject.expect(prompt), PROOF_CHUNK), facts
+    yield prove_logits(subject, facts, prompt, subject.expect(prompt, outputs=SHORT_OUTPUTS)), facts
 
 
 PROOFS: dict[str, Proof] = {"image": _prove_images, "text": _prove_text}
@@ -122,7 +123,7 @@ def prove_inputs(trial: TriedModel, prompt: ProofPrompt, expected: Expected) -> 
 def open_tried(subject: Subject, facts: MediaFacts) -> TriedModel:
     """Open a trial of these facts. Raises ``Differs`` where this library refuses the model."""
     try:
-        return TriedModel(subject.directory, subject.model, facts, subject.reference.has_template, subject.make_adapter)
+        return TriedModel(subject.directory, subject.model, facts, subject.trial_cache, subject.make_adapter)
     except TrinityError as error:
         raise Differs("layers or processor", f"not served: {error!s:.400}") from error
 
@@ -152,8 +153,7 @@ def _prove_features(trial: TriedModel, prompt: ProofPrompt, expected: Expected) 
     rows = torch.cat(_run(name, lambda: trial.features(made)))
     if expected.embeds is None:
         return ProofPart(name, True, f"{len(rows)} rows for {prompt.name}; compared by their logits alone")
-    media = set(trial.facts.media_tokens.values())
-    at = torch.tensor([number in media for number in expected.ids])
+    at = expected.find(*trial.facts.media_tokens.values())
     error = relative_error(rows[:, : expected.embeds.shape[-1]], expected.embeds[at])
     if error > TOLERANCE:
         raise Differs(name, f"{len(rows)} rows for {prompt.name} are {error:.2g} off")
@@ -169,8 +169,6 @@ def _find_features(subject: Subject, facts: MediaFacts, prompt: ProofPrompt, exp
             _prove_features(trial, prompt, expected)
         except Exception:  # what a processor or a model raises is found again, and said, by the proof of that part
             continue
-        finally:
-            trial.close()
         return tried
     return facts
 
@@ -187,94 +185,110 @@ def _prove_positions(trial: TriedModel, prompt: ProofPrompt, expected: Expected)
     return ProofPart(name, True, f"{found.shape[0]} axes for {prompt.name}, up to {int(found.max())}, all equal")
 
 
-def _find_attention(
-    subject: Subject, facts: MediaFacts, prompt: ProofPrompt, expected: Expected
-) -> tuple[MediaFacts, ProofPart]:
-    """Find which attention among an image's tokens, and which head, the model has: by the logits of one prefill."""
-    errors = []
+def _prove_attention(
+    subject: Subject, facts: MediaFacts, prompts: Sequence[ProofPrompt], expected: Sequence[Expected]
+) -> tuple[MediaFacts, ProofPart, ProofPart]:
+    """Find which attention among an image's tokens, and which head, the model has, and prove its logits with them.
+
+    One prefill of the first prompt tells; where several choices pass it, the second prompt in chunks does.
+    """
+    errors, failed = list[float](), list[Differs]()
     for choice in subject.list_choices():
         tried = msgspec.structs.replace(facts, **choice)
-        error = _try_choice(subject, tried, prompt, expected)
-        if error <= TOLERANCE:
-            way = "in both directions" if tried.whole_media else "causal"
-            said = f"among an image's tokens {way}; logits of one prefill of {prompt.name} {error:.1g} off"
-            return tried, ProofPart("attention", True, said)
-        errors.append(error)
+        first, error = _try_choice(subject, tried, prompts[0], expected[0])
+        errors.append(first)
+        if errors[-1] > TOLERANCE:
+            continue
+        try:
+            return tried, *_prove_choice(subject, tried, prompts, expected, error)
+        except Differs as differs:
+            failed.append(differs)
+    if failed:
+        raise failed[0]
     said = f"logits of one prefill are {errors[0]:.2g} off with causal images, {errors[-1]:.2g} with both directions"
     raise Differs("attention among an image's tokens", said)
 
 
-def _try_choice(subject: Subject, facts: MediaFacts, prompt: ProofPrompt, expected: Expected) -> float:
+def _try_choice(subject: Subject, facts: MediaFacts, prompt: ProofPrompt, expected: Expected) -> tuple[float, float]:
     """Measure the logits of one prefill; infinite where a choice but the usual one does not run."""
     try:
-        return measure_logits(subject, facts, prompt, expected, None)
+        return measure_logits(subject, facts, prompt, expected)
     except Differs:
         usual = subject.list_choices()[0]
         if all(getattr(facts, name) == value for name, value in usual.items()):
             raise
-        return float("inf")
+        return float("inf"), float("inf")
 
 
-def measure_logits(
-    subject: Subject, facts: MediaFacts, prompt: ProofPrompt, expected: Expected, chunk: int | None
-) -> float:
-    """Return the relative error of the logits of a prompt; infinite where tokens differ."""
-    found, error = _run_trial(subject, facts, prompt, expected, chunk)
-    same = next((i for i, pair in enumerate(zip(found.tokens, expected.tokens, strict=True)) if pair[0] != pair[1]), -1)
-    if same < 0:
-        return error
-    return relative_error(found.logits[0], expected.logits[0]) if same else float("inf")
+def _prove_choice(
+    subject: Subject, facts: MediaFacts, prompts: Sequence[ProofPrompt], expected: Sequence[Expected], error: float
+) -> tuple[ProofPart, ProofPart]:
+    """Prove a choice with which the first prompt's logits were ``error`` off, decodes included."""
+    part = prove_logits(subject, facts, prompts[1], expected[1])
+    if error > TOLERANCE:
+        raise Differs("logits of decodes", f"{error:.2g} off for {prompts[0].name}")
+    way = "in both directions" if facts.whole_media else "causal"
+    said = f"among an image's tokens {way}; logits of one prefill of {prompts[0].name} {error:.1g} off"
+    return ProofPart("attention", True, said), part
+
+
+def measure_logits(subject: Subject, facts: MediaFacts, prompt: ProofPrompt, expected: Expected) -> tuple[float, float]:
+    """Return the relative error of the logits of one prefill, and that with its decodes."""
+    found, error = _run_trial(subject, facts, prompt, expected, cut=False)
+    return relative_error(found.logits[0], expected.logits[0]), error
 
 
 def _run_trial(
-    subject: Subject, facts: MediaFacts, prompt: ProofPrompt, expected: Expected, chunk: int | None
+    subject: Subject, facts: MediaFacts, prompt: ProofPrompt, expected: Expected, *, cut: bool
 ) -> tuple[Found, float]:
     """Run a prompt by this library's route; what it gives, and the relative error of its logits."""
     trial = open_tried(subject, facts)
-    try:
-        found = _run("logits", lambda: trial.run(trial.process(prompt), chunk))
-    finally:
-        trial.close()
+    found = _run("logits", lambda: trial.run(trial.process(prompt), cut=cut, outputs=len(expected.tokens)))
     return found, relative_error(found.logits, expected.logits)
 
 
-def prove_logits(
-    subject: Subject, facts: MediaFacts, prompt: ProofPrompt, expected: Expected, chunk: int | None
-) -> ProofPart:
+def prove_logits(subject: Subject, facts: MediaFacts, prompt: ProofPrompt, expected: Expected) -> ProofPart:
     """Prove the logits and greedy tokens of a prompt in chunks that cut through its media.
 
     A text model whose states do not go on with several tokens at once is tried token by token (``StateLayout``).
     """
-    found, error = _run_trial(subject, facts, prompt, expected, chunk)
+    found, error = _run_trial(subject, facts, prompt, expected, cut=True)
     if error > TOLERANCE and subject.run_one_by_one():
-        found, error = _run_trial(subject, facts, prompt, expected, chunk)
+        found, error = _run_trial(subject, facts, prompt, expected, cut=True)
     if error > TOLERANCE:
-        raise Differs("logits under chunking", f"{error:.2g} off for {prompt.name} in chunks of {chunk}")
+        raise Differs("logits under chunking", f"{error:.2g} off for {prompt.name} in chunks that cut its media")
     if found.tokens != expected.tokens:
         raise Differs("greedy tokens", f"{found.tokens} for {prompt.name}, and {expected.tokens} by its own generate()")
-    said = f"{prompt.name} in chunks of {chunk}, {len(found.tokens)} tokens decoded: {error:.1g} off, tokens equal"
+    said = f"{prompt.name} in chunks, {len(found.tokens)} tokens decoded: {error:.1g} off, tokens equal"
     return ProofPart("logits", True, said)
 
 
-def _find_joined(subject: Subject, facts: MediaFacts) -> MediaFacts:
-    """Find out whether images of one size give the same features in one batch as alone."""
-    pictures = (make_picture(7, 80, 60), make_picture(8, 80, 60))
-    prompt = ProofPrompt("two images", three_images().messages[-1:], pictures)
+def _find_joined(subject: Subject, facts: MediaFacts, alone: Sequence[Expected]) -> MediaFacts:
+    """Find out whether two images of one size give the same features in one batch as each ``alone`` by its own."""
+    prompt = ProofPrompt("two images", three_images().messages[-1:], (*one_image().images, *one_image(seed=1).images))
     joined = msgspec.structs.replace(facts, joined=True)
-    rows = []
-    for each in (facts, joined):
-        trial = open_tried(subject, each)
-        try:
-            rows.append(torch.cat(trial.features(trial.process(prompt))))
-        except Exception:  # what a model says to a batch that it cannot take
-            return facts
-        finally:
-            trial.close()
-    return joined if relative_error(rows[1], rows[0]) <= TOLERANCE / 100 else facts
+    try:
+        found = _encode_all(subject, joined, prompt)
+        if relative_error(found, _own_features(facts, alone)) <= _SAME:
+            return joined
+        same = relative_error(found, _encode_all(subject, facts, prompt)) <= _SAME  # tiled otherwise than alone
+    except Exception:  # what a model says to a batch that it cannot take
+        return facts
+    return joined if same else facts
 
 
-def _prove_control(subject: Subject, expected: Expected) -> ProofPart:
-    other = subject.expect(one_image(seed=1))
+def _encode_all(subject: Subject, facts: MediaFacts, prompt: ProofPrompt) -> Tensor:
+    trial = open_tried(subject, facts)
+    return torch.cat(trial.features(trial.process(prompt)))
+
+
+def _own_features(facts: MediaFacts, expected: Sequence[Expected]) -> Tensor:
+    """Return the rows that the text model was given for images; none where it was not seen what it was given."""
+    rows = [each.embeds[each.find(facts.image_token_id)] for each in expected if each.embeds is not None]
+    return torch.cat(rows) if rows else torch.empty(0)
+
+
+def _prove_control(other: Expected, expected: Expected) -> ProofPart:
     change = relative_error(other.logits[0], expected.logits[0])
     if change < LEAST_CHANGE:
         raise Differs(

@@ -11,10 +11,16 @@ import msgspec
 from trinity.preprocess.audio_kind import find_extractor
 from trinity.preprocess.verdicts import MediaFacts, ProofPart
 from trinity.stages.proof.prompts import ProofPrompt, image_and_clip, one_clip, two_clips
-from trinity.stages.proof.prove import LEAST_CHANGE, measure_logits, open_tried, prove_inputs, prove_logits
+from trinity.stages.proof.prove import (
+    LEAST_CHANGE,
+    SHORT_OUTPUTS,
+    measure_logits,
+    open_tried,
+    prove_inputs,
+    prove_logits,
+)
 from trinity.stages.proof.reference import Expected, Reference
 from trinity.stages.proof.subject import TOLERANCE, Differs, Subject, relative_error
-from trinity.stages.proof.trial import PROOF_CHUNK
 
 _LONG_S = 2.317  # of the long clip: an odd number of frames, beyond one window of small models
 _MOST_TOKENS = 4  # that a clip may need to have, before the model takes it
@@ -28,7 +34,7 @@ def prove_audio(subject: Subject, facts: MediaFacts) -> Iterator[tuple[ProofPart
     facts, part = _find_token(subject, facts, rate)
     yield part, facts
     first = one_clip(rate)
-    expected = subject.expect(first)
+    expected = subject.expect(first, outputs=SHORT_OUTPUTS)
     _refuse_noise(subject, first, expected)
     placed = {"audio_token_id": _find_id(subject, expected), "audio_token": subject.reference.audio_token}
     heard = facts.media_tokens.keys() - {"audio"}
@@ -37,16 +43,13 @@ def prove_audio(subject: Subject, facts: MediaFacts) -> Iterator[tuple[ProofPart
     yield part, facts
     wanted = [expected, *map(subject.expect, prompts[1:])]
     trial = open_tried(subject, facts)
-    try:
-        for prompt, own in zip(prompts, wanted, strict=True):
-            yield from ((part, facts) for part in prove_inputs(trial, prompt, own))
-    finally:
-        trial.close()
+    for prompt, own in zip(prompts, wanted, strict=True):
+        yield from ((part, facts) for part in prove_inputs(trial, prompt, own))
     if not heard:
         facts, part = _find_head(subject, facts, first, expected)
         yield part, facts
     for prompt, own in zip(prompts, wanted, strict=True):
-        yield prove_logits(subject, facts, prompt, own, PROOF_CHUNK), facts
+        yield prove_logits(subject, facts, prompt, own), facts
     yield _prove_other(subject, rate, expected), facts
     facts, part = _find_least(subject, facts, rate)
     yield part, facts
@@ -119,7 +122,7 @@ def _find_id(subject: Subject, expected: Expected) -> int:
 
 def _refuse_noise(subject: Subject, prompt: ProofPrompt, expected: Expected) -> None:
     """Raise ``Differs`` for a model that draws something at random: nothing could be equal to its own route."""
-    change = relative_error(subject.expect(prompt).logits[0], expected.logits[0])
+    change = relative_error(subject.expect(prompt, outputs=1).logits[0], expected.logits[0])
     if change > TOLERANCE:
         said = f"it draws at random as it encodes: its own logits differ by {change:.1g} from one run to the next"
         raise Differs("model's own route", said)
@@ -128,12 +131,8 @@ def _refuse_noise(subject: Subject, prompt: ProofPrompt, expected: Expected) -> 
 def _list_prompts(subject: Subject, facts: MediaFacts, rate: int) -> tuple[list[ProofPrompt], ProofPart]:
     """List the prompts that this processor takes, and say which."""
     found, said = [one_clip(rate), one_clip(rate, 3, _LONG_S)], "several clips in a prompt"
-    trial = open_tried(subject, facts)
-    try:
-        reader: Any = trial.processor.readers["audio"]
-        alone = reader.alone_because
-    finally:
-        trial.close()
+    reader: Any = open_tried(subject, facts).processor.readers["audio"]
+    alone = reader.alone_because
     if alone:
         said = f"one clip in a prompt: {alone}"
     else:
@@ -152,7 +151,7 @@ def _find_head(
         if choice["whole_media"]:
             continue
         tried = msgspec.structs.replace(facts, **choice)
-        errors.append(measure_logits(subject, tried, prompt, expected, None))
+        errors.append(measure_logits(subject, tried, prompt, expected)[0])
         if errors[-1] <= TOLERANCE:
             said = f"causal among a clip's tokens; logits of one prefill of {prompt.name} {errors[-1]:.1g} off"
             return tried, ProofPart("attention", True, said)
@@ -160,7 +159,7 @@ def _find_head(
 
 
 def _prove_other(subject: Subject, rate: int, expected: Expected) -> ProofPart:
-    change = relative_error(subject.expect(one_clip(rate, seed=1)).logits[0], expected.logits[0])
+    change = relative_error(subject.expect(one_clip(rate, seed=1), outputs=1).logits[0], expected.logits[0])
     if change < LEAST_CHANGE:
         raise Differs("control", f"another clip changes the model's own logits by {change:.1g} only: nothing is proven")
     return ProofPart("control", True, f"another clip changes the logits by {change:.1g}")
@@ -171,14 +170,10 @@ def _find_least(subject: Subject, facts: MediaFacts, rate: int) -> tuple[MediaFa
     refusals = list[str]()
     for tokens in range(1, _MOST_TOKENS + 1):
         tried = msgspec.structs.replace(facts, clip_tokens=tokens)
-        trial = open_tried(subject, tried)
+        reader: Any = open_tried(subject, tried).processor.readers["audio"]
+        least = reader.least_samples
         try:
-            reader: Any = trial.processor.readers["audio"]
-            least = reader.least_samples
-        finally:
-            trial.close()
-        try:
-            subject.expect(one_clip(rate, seconds=(least + 0.5) / rate))
+            subject.expect(one_clip(rate, seconds=(least + 0.5) / rate), outputs=SHORT_OUTPUTS)
         except Differs as error:
             refusals.append(error.said)
             continue

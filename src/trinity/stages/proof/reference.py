@@ -35,6 +35,10 @@ class Expected:
     inputs: dict[str, Any]
     further: dict[str, Any]
 
+    def find(self, *token_ids: int) -> Tensor:
+        """Find the rows [tokens] of the prompt that have one of these tokens, as truth values."""
+        return torch.tensor([number in token_ids for number in self.ids])
+
 
 class Reference:
     """The whole model in float32, its processor and its chat template."""
@@ -148,14 +152,14 @@ class Reference:
         return dict(self.processor(**given, audio=list(prompt.clips), return_tensors="pt"))
 
     @torch.inference_mode()
-    def expect(self, prompt: ProofPrompt, marker: str, language: Any) -> Expected:
+    def expect(self, prompt: ProofPrompt, marker: str, language: Any, outputs: int = PROOF_OUTPUTS) -> Expected:
         """Run the model's own ``generate()`` on a prompt, and note what its text model is given first."""
         inputs = self.inputs(prompt, marker)
         with _noted(language) as notes:
             found = self.model.generate(
                 **inputs,
-                max_new_tokens=PROOF_OUTPUTS,
-                min_new_tokens=PROOF_OUTPUTS,
+                max_new_tokens=outputs,
+                min_new_tokens=outputs,
                 do_sample=False,
                 return_dict_in_generate=True,
                 output_logits=True,
@@ -166,7 +170,7 @@ class Reference:
         return Expected(
             ids=inputs["input_ids"][0].tolist(),
             logits=torch.cat(list(found.logits)).float(),
-            tokens=found.sequences[0, -PROOF_OUTPUTS:].tolist(),
+            tokens=found.sequences[0, -outputs:].tolist(),
             embeds=None if embeds is None or embeds.shape[1] != length else embeds[0],
             positions=None if positions is None or positions.shape[-1] != length else positions.reshape(-1, length),
             inputs=inputs,

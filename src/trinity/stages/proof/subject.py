@@ -21,7 +21,8 @@ from trinity.stages.models.loader import quiet
 from trinity.stages.models.partial_models import find_model_class
 from trinity.stages.models.states import StateLayout
 from trinity.stages.proof.prompts import ProofPrompt
-from trinity.stages.proof.reference import Expected, Reference
+from trinity.stages.proof.reference import PROOF_OUTPUTS, Expected, Reference
+from trinity.stages.proof.trial_cache import TrialCache
 
 TOLERANCE = 1e-3  # of logits and features, relative to the largest; float32 is exact to about 1e-6
 _TOKEN_NAMES = ("image_token", "image_placeholder_token", "boi_token", "image_start_token", "img_token")
@@ -77,6 +78,11 @@ class Subject:
             raise Differs("weights", f"the files lack {len(lacking)} of them, among them {', '.join(lacking[:3])}")
         return cls(directory, model.eval().requires_grad_(False), make_adapter)
 
+    def close(self) -> None:
+        """End the threads of processors that were opened."""
+        if "trial_cache" in self.__dict__:
+            self.trial_cache.close()
+
     @property
     def config(self) -> Any:
         return self.model.config
@@ -100,6 +106,11 @@ class Subject:
         ):
             raise Differs("processor", "it has no image processor, and no feature extractor of audio")
         return found
+
+    @cached_property
+    def trial_cache(self) -> TrialCache:
+        """Things that the trials of this checkpoint share."""
+        return TrialCache(self.directory, self.reference.has_template)
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -176,10 +187,11 @@ class Subject:
         """The text model below its head."""
         return below_head(getattr(self.model.base_model, self.language_name))
 
-    def expect(self, prompt: ProofPrompt) -> Expected:
-        """Run the model's own route. Raises ``Differs`` if it does not run at all."""
+    def expect(self, prompt: ProofPrompt, outputs: int = PROOF_OUTPUTS) -> Expected:
+        """Run the model's own route to so many tokens. Raises ``Differs`` if it does not run at all."""
         try:
-            return self.reference.expect(prompt, self.image_markup[1] if prompt.images else "", self.language)
+            marker = self.image_markup[1] if prompt.images else ""
+            return self.reference.expect(prompt, marker, self.language, outputs)
         except Differs:
             raise
         except Exception as error:

@@ -16,8 +16,7 @@ from trinity.core.messages import Encode, Open, Prefill, Step, Work
 from trinity.memory.block_memory import BlockMemory
 from trinity.preprocess.media_kinds import kind_names
 from trinity.preprocess.processor import ProcessedRequest, RequestProcessor
-from trinity.preprocess.proof_requests import process_prompt
-from trinity.preprocess.verdicts import MediaFacts, on_trial
+from trinity.preprocess.verdicts import MediaFacts
 from trinity.stages.attention.interface import PAGED_ATTENTION, register_attention
 from trinity.stages.attention.latent import watch_expansions
 from trinity.stages.attention.row_counts import answer_counts
@@ -29,10 +28,11 @@ from trinity.stages.models.loaded_model import LoadedModel
 from trinity.stages.models.state_probe import prepare_states
 from trinity.stages.models.whole_forward import survey_text
 from trinity.stages.proof.prompts import ProofPrompt
-from trinity.stages.proof.reference import PROOF_OUTPUTS, raw_text
+from trinity.stages.proof.reference import PROOF_OUTPUTS
+from trinity.stages.proof.trial_cache import EncodedMedia, TrialCache
 
 IMAGE_ROWS = 16
-PROOF_CHUNK = 7  # rows of a chunk: cuts any image
+_SHORT = 2  # rows of one chunk: less than any convolution holds
 
 
 @dataclass(frozen=True)
@@ -46,14 +46,15 @@ class Found:
 class TriedModel:
     """A checkpoint with facts that are to be proven.
 
-    - ``model``: the whole. ``templated``: it has a chat template.
+    - ``model``: the whole. ``trial_cache``: what its trials share.
     - ``make_adapter``: (config, facts) -> the adapter on trial.
     """
 
-    def __init__(self, directory: Path, model: Any, facts: MediaFacts, templated: bool, make_adapter: Any) -> None:
-        self.facts, self.templated = facts, templated
-        with on_trial(directory, facts):
-            self.processor = RequestProcessor(directory, ignore_generation_config=True)
+    def __init__(
+        self, directory: Path, model: Any, facts: MediaFacts, trial_cache: TrialCache, make_adapter: Any
+    ) -> None:
+        self.facts, self._trial_cache = facts, trial_cache
+        trial_cache.open(facts)
         self.adapter: GenericAdapter = make_adapter(model.config, facts)
         refuse_layers(self.adapter)
         prepare_states(model, self.adapter)
@@ -67,17 +68,23 @@ class TriedModel:
                 found = survey_text(model, self.adapter, self.loaded.device)
             self.loaded = replace(self.loaded, kv_row=found)
 
-    def close(self) -> None:
-        """End the processor's threads."""
-        self.processor.close()
+    @property
+    def processor(self) -> RequestProcessor:
+        """The request processor of these facts."""
+        return self._trial_cache.open(self.facts)
 
     def process(self, prompt: ProofPrompt) -> ProcessedRequest:
         """Make ids, spans and encoder inputs of a prompt, item by item."""
-        text = prompt.messages if self.templated else raw_text(prompt)
-        return process_prompt(self.processor, prompt.name, text, prompt.images, PROOF_OUTPUTS, prompt.clips)
+        return self._trial_cache.process(self.facts, prompt)
 
-    def encode(self, made: ProcessedRequest) -> tuple[BlockMemory | None, list[tuple[int, ...]]]:
-        """Encode all items without the text model, into blocks that lie scattered."""
+    def encode(self, made: ProcessedRequest) -> EncodedMedia:
+        """Encode all items without the text model, into blocks that lie scattered; once for equal facts."""
+        key = self._trial_cache.key_of(self.facts, made)
+        if key not in self._trial_cache.encoded:
+            self._trial_cache.encoded[key] = self._encode(made)
+        return self._trial_cache.encoded[key]
+
+    def _encode(self, made: ProcessedRequest) -> EncodedMedia:
         counts = [-(-span.tokens // IMAGE_ROWS) for span in made.work.media]
         shape = self.loaded.image_shape(IMAGE_ROWS)
         if shape is None or not counts:
@@ -112,8 +119,8 @@ class TriedModel:
         found = self.adapter.positions(self.loaded.language, ids, work.media, kinds)
         return np.arange(len(ids))[None] + found.delta if found.prompt is None else found.prompt
 
-    def run(self, made: ProcessedRequest, chunk: int | None) -> Found:
-        """Prefill in chunks of ``chunk`` rows (None: in one), decode, and note the logits."""
+    def run(self, made: ProcessedRequest, *, cut: bool, outputs: int = PROOF_OUTPUTS) -> Found:
+        """Prefill, in chunks that cut through media or in one, decode to so many tokens, and note the logits."""
         memory, blocks = self.encode(made)
         kv = BlockMemory(self.loaded.kv_shape(), -(-(len(made.work.prompt) + PROOF_OUTPUTS) // 16))
         states, logits = self._open_states(), list[Tensor]()
@@ -126,7 +133,7 @@ class TriedModel:
             table = tuple(reversed(range(kv.blocks)))
             held = () if states is None else (states.blocks - 1,)
             stage.open(Open(work=made.work, blocks=table, images=tuple(blocks), state=held))
-            tokens = self._steps(stage, made, chunk or len(made.work.prompt))
+            tokens = self._steps(stage, made, self._list_stops(made, cut), outputs)
             stage.close(made.work.request)
         return Found(tokens, torch.stack(logits).float())
 
@@ -139,16 +146,25 @@ class TriedModel:
         memory.tensor.fill_(7)
         return memory
 
-    def _steps(self, stage: LanguageStage, made: ProcessedRequest, chunk: int) -> list[int]:
-        name, end, start, tokens = made.work.request, len(made.work.prompt), 0, list[int]()
-        while start < end:
-            stop = self._stop(made, min(end, start + chunk))
-            asked = Prefill(name, start, stop - start, stop == end)
+    def _steps(self, stage: LanguageStage, made: ProcessedRequest, stops: list[int], outputs: int) -> list[int]:
+        name, start, tokens = made.work.request, 0, list[int]()
+        for stop in stops:
+            asked = Prefill(name, start, stop - start, stop == stops[-1])
             tokens += [one.token for one in stage.forward(Step(1, "joint", prefills=(asked,))).values()]
             start = stop
-        while len(tokens) < PROOF_OUTPUTS:
+        while len(tokens) < outputs:
             tokens.append(stage.forward(Step(2, "joint", decodes=(name,)))[name].token)
         return tokens
+
+    def _list_stops(self, made: ProcessedRequest, cut: bool) -> list[int]:
+        """List where chunks end: in the middle of each medium, or of a text, and once more a few rows behind.
+
+        They are few, since each reads all weights.
+        """
+        end = len(made.work.prompt)
+        middles = [span.offset + (span.tokens + 1) // 2 for span in made.work.media] or [end // 2]
+        wanted = [*middles, middles[0] + _SHORT] if cut else []
+        return sorted({end, *(self._stop(made, each) for each in wanted if 0 < each < end)})
 
     def _stop(self, made: ProcessedRequest, stop: int) -> int:
         """Move the end of a chunk behind the image that it would cut, if that may not be cut."""

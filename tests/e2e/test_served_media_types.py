@@ -1,0 +1,112 @@
+"""Every multimodal type that serves with images gives, in whole pipelines, the tokens and logits of ``generate()``.
+
+Videos and clips of sound have matrices of their own: ``test_video_serving`` and ``test_audio``. Three families run in
+``make test``, in one placement each; the rest is slow.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from support.media_matrix import (
+    cut_media,
+    differences,
+    keeps_states,
+    known,
+    requests,
+    serve_type,
+    tight_options,
+    waves,
+)
+from support.paths import ROOT
+from support.recordings import METHODS, Served, copy_of
+from support.served_media_types import SERVED_MEDIA_TYPES
+from trinity.testing.any_media_checkpoint import multimodal_types
+from trinity.testing.transports import zero_after_read
+
+# transformers' own, of arrays that it makes of tensors: numpy 2 asks for another signature
+pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
+SOON = {"mistral3": "E+P+D", "glm4v": "EPD", "gemma3": "EP+D"}  # sizes beside pixels, three rotary axes, whole images
+SLICES, COPIES = 16, 2
+
+
+def _mark(name: str, *rest: Any, soon: bool = False) -> Any:
+    marks = [pytest.mark.xdist_group(f"media-{name}"), *([] if soon else [pytest.mark.slow])]
+    return pytest.param(name, *rest, marks=marks, id="-".join([name, *map(str, rest)]))
+
+
+CELLS = [_mark(name, method, soon=SOON.get(name) == method) for name in SERVED_MEDIA_TYPES for method in METHODS]
+TYPES = [_mark(name) for name in SERVED_MEDIA_TYPES]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(("model_type", "method"), CELLS)
+def test_tokens_and_logits_of_generate(model_type: str, method: str) -> None:
+    known(model_type)  # outside of the pipeline's loop
+    found = serve_type(model_type, method, waves())
+    assert set(found.outputs) == {request.request_id for request in requests()}
+    assert differences(model_type, found) == {}
+    check_situations(found, keeps_states(model_type))
+
+
+def check_situations(found: Served, states: bool) -> None:
+    """Chunks end inside media unless that may not be, and what was there before comes out of the caches."""
+    spans = [span for work in found.works.values() for span in work.media]
+    whole, cut = any(span.atomic for span in spans), cut_media(found)
+    assert not cut if whole else cut, f"images of {sorted({span.tokens for span in spans})} tokens"
+    assert (found.outputs["again"].cached_tokens > 0) is not states
+    contents = [row.span.content for row in found.record.encodes()]
+    assert sorted(contents) == sorted({span.content for span in spans}), "each image is encoded once"
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("model_type", TYPES)
+@pytest.mark.parametrize("method", ["EPD", "E+P+D"])
+def test_preempted_and_computed_again(model_type: str, method: str) -> None:
+    alike = [request for request in requests() if request.request_id in ("one", "other")]
+    copies = [[copy_of(request, number) for number in range(COPIES) for request in alike]]
+    found = serve_type(model_type, method, copies, **tight_options(model_type))
+    assert differences(model_type, found) == {}
+    assert sum(output.preemptions for output in found.outputs.values()), "the pools held two, or one at a time"
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("model_type", TYPES)
+def test_another_image_changes_what_generate_gives(model_type: str) -> None:
+    answers, lengths = known(model_type).answers, known(model_type).lengths
+    assert lengths["one"] == lengths["other"]
+    assert answers["one"].token_ids != answers["other"].token_ids
+    assert answers["one"].token_ids == answers["again"].token_ids
+    assert len({tuple(each.token_ids) for each in answers.values()}) == len(answers) - 1
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("model_type", TYPES)
+def test_zeroed_image_blocks_are_seen(model_type: str) -> None:
+    known(model_type)
+    connector = zero_after_read("image")
+    asked = [[request for request in requests() if request.request_id in ("one", "text")]]
+    found = serve_type(model_type, "E+P+D", asked, connector=connector)
+    assert connector.reads["image"] > 0
+    assert set(differences(model_type, found)) == {"one"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("part", range(SLICES))
+def test_the_list_is_what_the_table_of_models_finds(part: int) -> None:
+    names = multimodal_types()[part::SLICES]
+    environment = {**os.environ, "TRINITY_CACHE": "off"}
+    tool = ROOT / "tools" / "model_table.py"
+    ended = subprocess.run(
+        [sys.executable, str(tool), *names], env=environment, capture_output=True, text=True, check=True
+    )
+    rows = dict(line.split(": ", 1) for line in ended.stdout.splitlines())
+    assert set(rows) == set(names), "a row of each"
+    serving = {name for name, said in rows.items() if said.startswith("serves") and "image" in said}
+    assert serving == set(names) & set(SERVED_MEDIA_TYPES), rows
