@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from trinity.costs.video_tokens import VIDEO_FAMILIES, video_images, video_tokens
+from trinity.costs.media_tokens import MediaRules
+from trinity.costs.video_tokens import VIDEO_FAMILIES, VIDEO_RULES, video_images, video_tokens
 from trinity.errors import ConfigError, UnknownName
 from trinity.preprocess.video_processors import load_video_processor
+from trinity.traces.media import TraceVideo
 
 
 def made(family: str, frames: int, width: int, height: int, tmp_path: Path) -> tuple[int, int]:
@@ -56,6 +58,14 @@ def test_equal_numbers_are_those_of_published_checkpoints() -> None:
     assert video_tokens("llava_next_video", 1, 1, 1) == ((336 // 14) ** 2 // 4,)
     assert video_tokens("internvl", 1, 1, 1) == (int((448 // 14) ** 2 * 0.5**2),)
     assert video_tokens("llava_onevision", 1, 1, 1) == (((384 // 14 + 1) // 2) ** 2 + 1,)
+
+
+def test_one_rule_counts_a_trace_s_clip_and_its_groups() -> None:
+    for family, rule in VIDEO_RULES.items():
+        listed = video_tokens(family, 7, 640, 360)
+        clip = MediaRules(video=rule).measure(TraceVideo(frames=7, width=640, height=360))
+        assert tuple(clip.list_tokens()) == listed, family
+        assert clip.tokens == sum(listed)
 
 
 def test_a_trace_has_groups_as_images() -> None:

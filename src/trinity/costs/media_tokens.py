@@ -32,6 +32,7 @@ class VideoRule(msgspec.Struct, frozen=True, kw_only=True):
     factor (pixels, 28): edge of the square that becomes a token.
     least, most (pixels): a frame is scaled to between these.
     together (False): the bounds hold for all frames together (Qwen3-VL).
+    tail (tokens, 0): behind those of the last item.
     work (1.0): cost of encoding a token, in visual tokens of an image.
     """
 
@@ -41,6 +42,7 @@ class VideoRule(msgspec.Struct, frozen=True, kw_only=True):
     least: Count = 128 * 28 * 28
     most: Whole = 768 * 28 * 28
     together: bool = False
+    tail: Count = 0
     work: Positive = 1.0
 
     def __post_init__(self) -> None:
@@ -49,6 +51,11 @@ class VideoRule(msgspec.Struct, frozen=True, kw_only=True):
     def count_items(self, frames: int) -> int:
         """Count the items of so many frames."""
         return max(1, math.ceil(frames / self.group))
+
+    def list_tokens(self, frames: int, width: int, height: int) -> tuple[int, ...]:
+        """List the tokens of each item of a video, as ``item_tokens`` counts them, the tail with the last."""
+        items, tokens = self.count_items(frames), self.item_tokens(frames, width, height)
+        return (tokens,) * (items - 1) + (tokens + self.tail,)
 
     def item_tokens(self, frames: int, width: int, height: int) -> int:
         """Count the tokens of an item of a video of so many frames of this size in pixels.
@@ -165,8 +172,8 @@ def _measure_video(rule: VideoRule, clip: TraceVideo) -> MeasuredClip:
         return MeasuredClip(VIDEO, items if items <= clip.tokens else 1, clip.tokens)
     frames = clip.frames or USUAL_FRAMES
     size = (clip.width, clip.height) if clip.width and clip.height else USUAL_SIZE
-    items = rule.count_items(frames)
-    return MeasuredClip(VIDEO, items, items * rule.item_tokens(frames, *size))
+    tokens = rule.list_tokens(frames, *size)
+    return MeasuredClip(VIDEO, len(tokens), sum(tokens))
 
 
 class MeasuredClip(NamedTuple):
