@@ -25,7 +25,7 @@ from trinity.testing.oracle import Oracle, OracleAnswer
 OUTPUTS = 16
 LEAST_BUDGET, MOST_STEPS = 11, 24  # tokens a step, or more where the longest prompt would take too many steps
 KV_ROWS, IMAGE_ROWS = 4, 7
-ROOMY = {"image": 512, "kv": 2048}
+ROOMY = {"image": 2048, "kv": 4096}
 WITHIN = 1e-4  # of the largest logit
 QUESTION = "What is in this picture, and who has left it there in the morning?"
 
