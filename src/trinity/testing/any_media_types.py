@@ -145,7 +145,7 @@ OWN_SIZES: dict[str, TypeSizes] = {
         image_text="<image>",
     ),
     "gemma4": TypeSizes(
-        start={"vision_config": {}},
+        start={"vision_config": {}, "audio_config": {}},
         config={
             "text_config.per_layer_config": None,
             "text_config.hidden_size_per_layer_input": 16,

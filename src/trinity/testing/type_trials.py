@@ -49,8 +49,19 @@ def try_media(model_type: str, folder: Path) -> Row:
         return Row(model_type, NOT_SERVED, f"tiny checkpoint: {shorten(error)}")
     verdict = prove(folder)
     if verdict.failed is None:
-        return Row(model_type, CHECKED, ", ".join(verdict.serves))
+        return _load_proven(Row(model_type, CHECKED, ", ".join(verdict.serves)), folder)
     return Row(model_type, NOT_SERVED, f"{verdict.failed.name}: {shorten(verdict.failed.said)}")
+
+
+def _load_proven(row: Row, folder: Path) -> Row:
+    """Return the row of a type that is proven, or what its load refuses: the text model passes a check of its own."""
+    from trinity.stages.models import load_model
+
+    try:
+        load_model(folder, "EPD", dtype="float32")
+    except UnsupportedModel as error:
+        return Row(row.model_type, NOT_SERVED, f"proven, and refused as it is loaded: {shorten(error)}")
+    return row
 
 
 def try_listed(model_type: str, folder: Path) -> Row:

@@ -105,6 +105,31 @@ def test_further_types_prove_their_clips(name: str) -> None:
 
 
 @pytest.mark.slow
+def test_a_type_with_images_and_clips_proves_both_and_both_in_one_prompt() -> None:
+    verdict = prove(checkpoint("any-gemma4"))
+    assert verdict.failed is None
+    assert verdict.serves == ("image", "audio", "text")
+    assert not [part for part in verdict.parts if part.spared]
+    assert any("an image and a clip" in part.said for part in verdict.parts if part.name == "logits")
+
+
+@pytest.mark.slow
+def test_clips_that_the_model_cannot_take_leave_its_images(tmp_path: Path) -> None:
+    """Gemma 4 without an audio tower: its processor expands clips all the same, and its own generate() raises."""
+    import json
+
+    directory = Path(shutil.copytree(checkpoint("any-gemma4"), tmp_path / "model"))
+    config = json.loads((directory / "config.json").read_text())
+    config["audio_config"] = None
+    (directory / "config.json").write_text(json.dumps(config))
+    verdict = prove(directory)
+    assert verdict.failed is None
+    assert verdict.serves == ("image", "text")
+    assert [part.name for part in verdict.parts if part.spared] == ["audio"]
+    assert verdict.facts.media_tokens.keys() == {"image"}
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "reason"), [("voxtral", "mistral-common"), ("vibevoice_asr", "draws at random")])
 def test_types_that_cannot_be_equal_say_why(name: str, reason: str) -> None:
     verdict = prove(checkpoint(f"any-{name}"))

@@ -91,6 +91,9 @@ class GenericAdapter(ModelAdapter):
 
     def feature_rows(self, output: Any) -> Tensor:
         if not self.facts.layers:
+            kept, rows = getattr(output, "attention_mask", None), output.pooler_output
+            if isinstance(kept, Tensor) and isinstance(rows, Tensor) and rows.shape[:2] == kept.shape:
+                return flatten_features(rows[kept.bool()])  # the encoder itself says which are padding
             return super().feature_rows(output)
         given = dict(output.deepstack_features)  # of several parts for one layer the last stays, as in the models
         parts = [flatten_features(given[layer]) for layer in self.facts.layers]
