@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from trinity.core.block_pool import BlockPool, FreeRuns, blocks_for, media_keys, prefix_keys
+from trinity.core.block_pool import BlockPool, FreeRuns, blocks_for, media_keys, prefix_keys, uncut_blocks
 from trinity.core.messages import MediaSpan
 
 SIZE = 12
@@ -307,3 +307,29 @@ def test_media_keys_are_one_for_each_block_and_of_all_that_identifies_the_featur
     assert media_keys(span(tokens=9, offset=77, length=50), 4) == keys, "wherever it stands"
     for other in (span("dog", tokens=9), span(kind="video", tokens=9), span(tokens=10)):
         assert not set(media_keys(other, 4)) & set(keys)
+
+
+def whole(length: int, offset: int = 2) -> MediaSpan:
+    """An item in a prompt of ``length`` positions, all of which see each other."""
+    return MediaSpan("image", 2, offset, 2, "cat", whole=length)
+
+
+def test_no_hit_cuts_a_prompt_that_sees_itself_whole() -> None:
+    assert whole(10).uncut == (0, 10)
+    assert [uncut_blocks(count, (whole(10),), 4) for count in (0, 1, 2, 3)] == [0, 0, 0, 3]
+    assert [uncut_blocks(count, (whole(8),), 4) for count in (1, 2)] == [0, 2]
+
+
+def test_a_longer_prompt_that_sees_itself_whole_has_other_keys() -> None:
+    tokens = (1, 2, 9, 9, 3, 4, 5, 6)
+    longer, same = prefix_keys((*tokens, 7, 8), (whole(10),), 4), prefix_keys((*tokens, 1), (whole(8),), 4)
+    assert same == prefix_keys(tokens, (whole(8),), 4), "outputs behind it change nothing"
+    assert not set(longer) & set(same), "what its first tokens see is more"
+    assert not set(same) & set(prefix_keys(tokens, (MediaSpan("image", 2, 2, 2, "cat"),), 4))
+
+
+def test_a_span_that_may_be_cut_is_uncut_nowhere() -> None:
+    span = MediaSpan("image", 2, 2, 2, "cat")
+    assert span.uncut[0] == span.uncut[1]
+    assert MediaSpan("image", 2, 2, 2, "cat", atomic=True).uncut == (2, 4)
+    assert uncut_blocks(3, (span,), 1) == 3

@@ -23,8 +23,10 @@ from trinity.testing.oracle import Oracle
 
 OUTPUTS = 6
 SIZES = ((90, 70), (64, 120), (150, 66))
-# three rotary axes; sizes of images beside pixels; features and positions that only the model's own forward tells
-QUICK = ("qwen3_vl_moe", "mistral3", "hunyuan_vl", "llama4")
+# three rotary axes; sizes of images beside pixels; features and positions that only the model's own forward tells; a
+# prompt that sees itself whole; images that do in some layers, two head widths, shared keys and values
+QUICK = ("qwen3_vl_moe", "mistral3", "hunyuan_vl", "llama4", "paligemma", "gemma4")
+UNCUT = ("paligemma",)  # no prefix of their prompts may be used again
 SETTINGS: dict[str, Any] = {"dtype": "float32", "pools": {"image": 16, "kv": 256}, "rules": BatchRules(token_budget=23)}
 
 
@@ -66,7 +68,9 @@ async def serve(directory: Path, placement: str, requests: list[Request]) -> dic
         outputs = await asyncio.gather(*(pipe.complete(request) for request in requests))
         again = await pipe.complete(msgspec.structs.replace(requests[0], request_id="again"))
     assert again.token_ids == outputs[0].token_ids
-    assert again.cached_tokens > 0, "the second time by the caches"
+    assert (again.cached_tokens > 0) is not any(name in str(directory) for name in UNCUT), (
+        "the second time by the caches"
+    )
     logits = {each.request_id: torch.stack([seen[each.request_id, at] for at in range(OUTPUTS)]) for each in outputs}
     return {each.request_id: (list(each.token_ids), logits[each.request_id]) for each in outputs}
 

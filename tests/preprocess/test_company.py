@@ -15,7 +15,7 @@ from support.checkpoint_files import checkpoint
 from support.recordings import MULTIMODAL
 from trinity.errors import UnsupportedModel
 from trinity.preprocess.loader import LoadedProcessor, load_tokenizer_and_processor
-from trinity.preprocess.media_items import ItemReader
+from trinity.preprocess.media_items import ItemReader, _is_repeated
 from trinity.preprocess.media_limits import MediaProblem
 from trinity.preprocess.processor import RequestProcessor
 from trinity.request import Request
@@ -136,3 +136,14 @@ def test_a_processor_that_fails_on_any_image_is_refused_at_load() -> None:
     broken.image_processor = _Images()  # type: ignore[attr-defined]
     with pytest.raises(UnsupportedModel, match=r"processor of model type 'llava' fails on an image .*no codec"):
         ItemReader(loaded_with(broken, threading.local()))
+
+
+def test_inputs_that_count_rows_on_from_image_to_image_are_copies() -> None:
+    one = torch.tensor([[0, 1], [2, -1]])
+    shifted = torch.tensor([[3, 4], [5, -1]])
+    assert _is_repeated(torch.cat([one, shifted]), one, 2)
+    assert _is_repeated(torch.cat([one, shifted, torch.tensor([[6, 7], [8, -1]])]), one, 3)
+    assert not _is_repeated(torch.cat([one, shifted + 1, shifted]), one, 3), "unequal steps"
+    assert not _is_repeated(torch.cat([one, torch.tensor([[3, 4], [5, 6]])]), one, 2), "-1 is none"
+    assert not _is_repeated(torch.cat([one, torch.tensor([[3, 4], [6, -1]])]), one, 2)
+    assert not _is_repeated(torch.cat([one, shifted]).float(), one.float(), 2), "pixels are no numbers of rows"

@@ -83,3 +83,18 @@ def test_prompts_of_a_processor_with_seams_are_its_own(prompt: str) -> None:
     own = own_processor(name)(text=prompt, images=[images] if images else None, return_tensors="pt")
     assert list(mine.prompt) == own["input_ids"][0].tolist()
     assert len(mine.media) == count
+
+
+def test_what_stands_behind_the_last_image_alone_is_found_and_put_there() -> None:
+    def paligemma(text: str, images: int) -> str:
+        end = text.rfind("<image>") + len("<image>")
+        return (text[:end] + "<bos>" + text[end:] + "\n").replace("<image>", "<p><p>")
+
+    seams = find_seams(paligemma, "<image>")
+    assert seams == Seams(behind="\n", last="<bos>")
+    item = seams.unframe(paligemma("<image>", 1))
+    assert item == "<p><p>"
+    for pieces in (("", " what?"), ("look: ", " and ", ""), ("", "", "", "a")):
+        count = len(pieces) - 1
+        made = seams.frame(seams.join(pieces, [item] * count), special=True)
+        assert made == paligemma("<image>".join(pieces), count)

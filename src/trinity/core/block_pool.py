@@ -241,9 +241,13 @@ def blocks_for(tokens: int, block: int) -> int:
 def each_prefix_key(tokens: Sequence[int], media: Sequence[MediaSpan], block: int, salt: str = "") -> Iterator[Key]:
     """Yield prefix-cache keys, one per full block: a hash chain over token ids and the content and offset of media.
 
-    The same text with another image has different keys from the image's first block on; with another salt all differ.
+    The same text with another image has different keys from the image's first block on; with another salt all differ,
+    and so they do where another number of positions see each other (``MediaSpan.whole``).
     """
     previous = blake2b(salt.encode(), digest_size=16).digest() if salt else b""
+    whole = max((span.whole for span in media), default=0)
+    if whole:  # the same tokens differ where more of them are seen
+        previous = blake2b(previous + f"whole {whole}".encode(), digest_size=16).digest()
     for start in range(0, len(tokens) - block + 1, block):
         end = start + block
         inside = [(span.content, span.offset - start) for span in media if span.offset < end and span.end > start]
@@ -259,8 +263,9 @@ def prefix_keys(tokens: Sequence[int], media: Sequence[MediaSpan], block: int, s
 def uncut_blocks(count: int, media: Sequence[MediaSpan], block: int) -> int:
     """Count how many of the first ``count`` blocks of a prompt end inside no atomic media item."""
     for span in reversed(media):
-        if span.atomic and span.offset < count * block < span.end:
-            count = span.offset // block
+        start, end = span.uncut
+        if start < count * block < end:
+            count = start // block
     return count
 
 

@@ -33,7 +33,8 @@ class MediaSpan(Value, frozen=True):
 
     ``tokens`` rows in the image cache; ``offset`` and ``length`` in prompt positions (a span may hold separator
     tokens besides its placeholders). ``content`` identifies the features: content hash, processor fingerprint
-    and size parameters. ``atomic``: a chunk or prefix hit must not cut it (bidirectional attention inside).
+    and size parameters. ``atomic``: a chunk or prefix hit must not cut it (bidirectional attention inside). ``whole``:
+    positions of the prompt, from the first on, that see each other because of it and may not be cut; 0 for none.
     ``meta`` is what the model needs for positions, such as ``{"image_grid_thw": [1, 8, 12]}``. ``width`` and ``height``
     are the image's own, in pixels, for traces; 0 where there are none. ``strip``: its place among the strips of one
     image that is encoded in several, each an item of its own, or among the groups of frames of a video; 0 for
@@ -50,10 +51,18 @@ class MediaSpan(Value, frozen=True):
     width: int = 0
     height: int = 0
     strip: int = 0
+    whole: int = 0
 
     @property
     def end(self) -> int:
         return self.offset + self.length
+
+    @property
+    def uncut(self) -> tuple[int, int]:
+        """Positions [start, end) that no chunk and no prefix hit may cut; empty if they may be cut everywhere."""
+        if self.whole:
+            return 0, self.whole
+        return (self.offset, self.end) if self.atomic else (self.offset, self.offset)
 
 
 def join_strips(media: Sequence[MediaSpan]) -> tuple[MediaSpan, ...]:

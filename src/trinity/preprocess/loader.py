@@ -105,6 +105,7 @@ class LoadedProcessor(msgspec.Struct, frozen=True):
     - ``media_token_ids``: ids of the prompt's rows that features replace.
     - ``run_tokenizer``: tokenizes texts with expanded placeholders.
     - ``atomic`` (False): as in ``ImageText``.
+    - ``whole_prompt``, ``text_alone``: as in ``MediaFacts``.
     - ``pools_images`` (False): the class pools an image to one row, its embedding.
     - ``special_ids`` ({}): ids of special tokens by their text, which outputs do not show.
     - ``tiles`` (""): as in ``ImageText``.
@@ -121,6 +122,8 @@ class LoadedProcessor(msgspec.Struct, frozen=True):
     media_token_ids: frozenset[int]
     run_tokenizer: RunTokenizer
     atomic: bool = False
+    whole_prompt: bool = False
+    text_alone: bool = True
     pools_images: bool = False
     special_ids: dict[str, int] = {}
     tiles: str = ""
@@ -169,6 +172,8 @@ def load_tokenizer_and_processor(
         media_token_ids=media_ids,
         run_tokenizer=run_tokenizer,
         atomic=text.atomic,
+        whole_prompt=facts is not None and facts.whole_prompt,
+        text_alone=facts is None or facts.text_alone,
         pools_images=bool(text.pooled_rows) and getattr(config, text.pooled_rows, None) == 1,
         special_ids=special_ids,
         tiles=text.tiles,

@@ -229,7 +229,21 @@ def _is_repeated(joint: Any, one: Any, count: int) -> bool:
         return True
     if not isinstance(joint, torch.Tensor) or not isinstance(one, torch.Tensor):
         return bool(list(joint) == list(one) * count)
-    return any(torch.equal(joint, torch.cat([one] * count, axis)) for axis in range(one.ndim))
+    return any(torch.equal(joint, torch.cat([one] * count, axis)) for axis in range(one.ndim)) or _counts_on(
+        joint, one, count
+    )
+
+
+def _counts_on(joint: Any, one: Any, count: int) -> bool:
+    """Tell if ``joint`` is ``count`` times the whole numbers of ``one``, each time from where the last time ended.
+
+    Such are rows of all images' patches (Molmo 2); negative ones stand for none.
+    """
+    if one.is_floating_point() or one.ndim == 0 or joint.shape != (count * len(one), *one.shape[1:]):
+        return False
+    parts = joint.split(len(one))
+    steps = (parts[1] - one)[one >= 0].unique() if count > 1 else one.new_zeros(1)
+    return len(steps) == 1 and all((part == one + (one >= 0) * steps * at).all() for at, part in enumerate(parts))
 
 
 def _gradient(width: int, height: int | None = None) -> Image.Image:

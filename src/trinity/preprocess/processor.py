@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import secrets
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -16,7 +15,6 @@ import msgspec
 
 from trinity.core.messages import MediaSpan, Work
 from trinity.errors import BadMedia, ClosedError, ConfigError, RequestError, RequestTooLarge, describe_error, own_errors
-from trinity.errors.plain_values import is_address
 from trinity.preprocess.content_parts import take_media
 from trinity.preprocess.frame_groups import cut_videos
 from trinity.preprocess.generation_config import (
@@ -26,6 +24,7 @@ from trinity.preprocess.generation_config import (
     resolve_sampling,
 )
 from trinity.preprocess.loader import load_tokenizer_and_processor
+from trinity.preprocess.media_admission import admit_media
 from trinity.preprocess.media_items import add_salt
 from trinity.preprocess.media_kinds import MediaItem, list_kinds
 from trinity.preprocess.media_limits import MediaBudget, MediaLimits, MediaProblem, TooManyTokens
@@ -240,23 +239,7 @@ class RequestProcessor:
         """Take the media out of a checked request's chat. Raises what is wrong with any before one is read."""
         with _own_errors(request.request_id), _prompt_errors(request.request_id):
             request = take_media(request)
-        media = request.all_media()
-        for item in media:
-            if item.kind not in self.media_kinds:
-                takes = ", ".join(sorted(self.media_kinds)) or "text only"
-                message = f"model type {self.model_type!r} takes no media of kind {item.kind!r} here; it takes {takes}"
-                raise BadMedia(message, request.request_id)
-            if request.untrusted and isinstance(item.source, (str, os.PathLike)) and not is_address(item.source):
-                message = (
-                    f"this {item.kind} is no data: URI, http: or https: URL, and nothing else is read for this request"
-                )
-                raise BadMedia(message, request.request_id)
-        counts = Counter(item.kind for item in media)
-        for kind in self._kinds:
-            given, most = counts[kind.name], int(getattr(self.limits, kind.count_limit))
-            if given > most:
-                message = f"{given} {kind.name}s given, but the limit {kind.count_limit} is {most}; give fewer"
-                raise BadMedia(message, request.request_id)
+        admit_media(request, request.all_media(), self._loaded, self._kinds, self.limits)
         return request
 
     def _parse(self, request: Request) -> _ParsedRequest:
@@ -305,7 +288,7 @@ class RequestProcessor:
         work = Work(
             request=request.request_id,
             prompt=ids,
-            media=self._find_spans(where, items, request.cache_salt),
+            media=self._find_spans(where, items, request.cache_salt, len(ids)),
             max_tokens=min(wanted, room),
             sampling=resolve_sampling(sampling, secrets.randbits(63)),
             stop_ids=ends | named,
@@ -347,15 +330,17 @@ class RequestProcessor:
             raise BadMedia(message, request.request_id)
         return where
 
-    def _find_spans(self, where: Sequence[int], items: Sequence[MediaItem], salt: str) -> tuple[MediaSpan, ...]:
+    def _find_spans(
+        self, where: Sequence[int], items: Sequence[MediaItem], salt: str, prompt: int
+    ) -> tuple[MediaSpan, ...]:
         spans, used = [], 0
         for item in items:
             first, last = where[used], where[used + item.tokens - 1]
-            spans.append(self._make_span(item, first, last + 1 - first, salt))
+            spans.append(self._make_span(item, first, last + 1 - first, salt, prompt))
             used += item.tokens
         return tuple(spans)
 
-    def _make_span(self, item: MediaItem, offset: int, length: int, salt: str = "") -> MediaSpan:
+    def _make_span(self, item: MediaItem, offset: int, length: int, salt: str = "", prompt: int = 0) -> MediaSpan:
         return MediaSpan(
             kind=item.kind,
             tokens=item.tokens,
@@ -367,6 +352,7 @@ class RequestProcessor:
             width=item.width,
             height=item.height,
             strip=item.strip,
+            whole=prompt if self._loaded.whole_prompt else 0,
         )
 
     def _stop_ids(self, sampling: Sampling) -> tuple[frozenset[int], frozenset[int]]:

@@ -39,9 +39,11 @@ class MediaFacts(msgspec.Struct, frozen=True, kw_only=True):
     - ``image_marker`` (""): the placeholder with the tokens that must stand around it; "" where none must.
     - ``audio_token_id``, ``audio_token``: placeholder of clips, likewise.
     - ``clip_tokens`` (1): the fewest tokens of a clip that the model takes.
-    - ``whole_media`` (False): tokens of one image see each other in both directions.
+    - ``whole_media`` (False): tokens of one image see each other in both directions; with ``whole_windows`` (False) in
+      layers with a window alone, with ``whole_prompt`` (False) as all tokens of a prompt with an image do (prefix LM).
     - ``joined`` (False): items of equal shapes may be encoded as one batch.
     - ``features`` ("getter"): what makes features: ``get_image_features``, or the model's own "forward".
+    - ``added`` (False): features are added to the placeholder's embedding, in place of taking its place.
     - ``head`` ("config"): whose factors the output head applies: those of the "config", of its "text" part, or "none";
       "forward": logits are made by the model's own forward.
     - ``first`` (0): rotary position of the first token.
@@ -50,6 +52,7 @@ class MediaFacts(msgspec.Struct, frozen=True, kw_only=True):
       ``layer_names``: its keywords for where the rows are, and for the parts by layer (Granite Vision 4).
     - ``token_types`` ({}): by keyword of the text model that tells it the type of each token of a prompt, the types
       that are not 0, by token id (ERNIE 4.5 VL, whose experts go by them).
+    - ``text_alone`` (True): its processor takes a prompt without an image.
     """
 
     language: str = "language_model"
@@ -60,8 +63,12 @@ class MediaFacts(msgspec.Struct, frozen=True, kw_only=True):
     audio_token: str = ""
     clip_tokens: int = 1
     whole_media: bool = False
+    whole_windows: bool = False
+    whole_prompt: bool = False
+    text_alone: bool = True
     joined: bool = False
     features: str = "getter"
+    added: bool = False
     head: str = "config"
     first: int = 0
     axes: int = 0

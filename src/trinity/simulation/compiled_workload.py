@@ -102,7 +102,8 @@ class CompiledWorkload:
             self._media_keys += -(-span.tokens // self.like.image_block_size)
         content, key, tokens = known
         assert tokens == span.tokens, f"{span.content} has {tokens} and {span.tokens} tokens"
-        return span.tokens, content, key, span.offset, span.end, int(span.atomic)
+        start, end = span.uncut if span.whole else (span.offset, span.end)  # one chunk then needs all features
+        return span.tokens, content, key, start, end, int(span.atomic or span.whole > 0)
 
     def _whole(self, request: CompiledRequest) -> Runs:
         """Return the tokens that may be prefilled: also outputs, where a preempted request is recomputed."""

@@ -14,7 +14,7 @@ from trinity.preprocess.media_kinds import kind_names
 from trinity.stages.batch import Decodes
 from trinity.stages.device_texts import DeviceTexts
 from trinity.stages.host_rules import make_host_rules
-from trinity.stages.models import LoadedModel
+from trinity.stages.models import LoadedModel, ModelAdapter
 from trinity.stages.open_request import DecodeSelection, OpenRequest, find_bad_decode, slots_in
 from trinity.stages.sampler_rows import (
     BANS,
@@ -324,7 +324,7 @@ class RequestTable:
         fed = given.copy()
         fed[at] = 0
         prompt = given[: len(work.prompt)]
-        groups = _number_runs(at, len(given)) if self.model.adapter.whole_media and len(at) else None
+        groups = _number_groups(self.model.adapter, at, len(prompt), len(given)) if len(at) else None
         positions = self.model.adapter.positions(self.model.language, prompt, work.media, kinds[: len(prompt)])
         return OpenRequest(
             opening=opening,
@@ -380,6 +380,13 @@ class RequestTable:
         lacking = blocks - self.tables.shape[1]
         if lacking > 0:
             self.tables = np.pad(self.tables, ((0, 0), (0, max(lacking, self.tables.shape[1]))), "edge")
+
+
+def _number_groups(adapter: ModelAdapter, at: np.ndarray, prompt: int, length: int) -> np.ndarray | None:
+    """Number the groups of rows that see each other in both directions (``ChunkRows.groups``); None if none do."""
+    if adapter.whole_prompt:
+        return np.where(np.arange(length) < prompt, 0, -1)
+    return _number_runs(at, length) if adapter.whole_media else None
 
 
 def _number_runs(at: np.ndarray, length: int) -> np.ndarray:

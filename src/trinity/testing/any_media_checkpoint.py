@@ -57,7 +57,9 @@ def build_any_media(model_type: str, directory: Path, *, seed: int = 0) -> Path:
     fields |= {**_processor_fields(processor_class, config, sizes)}
     # As large behind the text model's own factor as elsewhere: beside larger ones features would not show.
     factor = getattr(config.get_text_config(), "embedding_multiplier", None) or 1.0
-    recipe = Recipe(config, _model_class(model_type), tokenizer, images, fields, embedding_std=0.5 / factor)
+    recipe = Recipe(
+        config, _model_class(model_type), tokenizer, images, fields, embedding_std=sizes.embedding_std / factor
+    )
     directory.mkdir(parents=True, exist_ok=True)
     recipe.save_processor(directory)
     for part in parts:
@@ -92,7 +94,7 @@ def _model_class(model_type: str) -> Any:
     from transformers.models.auto import modeling_auto as auto
 
     mapping = {**auto.MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES, **auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES}
-    return getattr(transformers, mapping[model_type])
+    return getattr(transformers, OWN_SIZES.get(model_type, TypeSizes()).model_class or mapping[model_type])
 
 
 def _refuse_generation(kind: Any) -> None:

@@ -106,6 +106,8 @@ class TypeSizes:
       extractor and of the processor.
     - ``tokens``: named special tokens. ``plain``: others. ``unnamed``: names that are left out. ``further_ids``: tokens
       that its processor adds. ``ids``: fields of the config, each the id of a token.
+    - ``model_class`` (""): the class of its checkpoints, where transformers' list has another.
+    - ``embedding_std`` (0.5): of token embeddings; small where images would change nothing beside them.
     - ``image_token``, ``image_text``, ``audio_text``: of the chat template. ``chats`` (True): it has one at all.
     """
 
@@ -126,6 +128,8 @@ class TypeSizes:
     bos: str | None = "<s>"
     processor_class: str = ""
     image_processor: str = ""
+    model_class: str = ""
+    embedding_std: float = 0.5
 
 
 def shrink_config(fields: dict[str, Any], vocabulary: int) -> dict[str, Any]:

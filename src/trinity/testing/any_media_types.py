@@ -11,6 +11,7 @@ _QWEN_IMAGES = {"patch_size": 14, "size": {"shortest_edge": SIDE * SIDE, "longes
 _QWEN3_IMAGES = {**_QWEN_IMAGES, "patch_size": 14}
 _SQUARE = {"height": SIDE, "width": SIDE}
 _VISION_START = "<|vision_start|><|image_pad|><|vision_end|>"
+_UNTIED = {"tie_word_embeddings": False, "text_config.tie_word_embeddings": False}  # else each token says itself again
 _HYBRID = ["linear_attention", "full_attention"]
 _GRID = {"image_grid_pinpoints": [[56, 56], [56, 112], [112, 56], [112, 112]]}
 _LLAVA = TypeSizes(
@@ -147,10 +148,16 @@ OWN_SIZES: dict[str, TypeSizes] = {
     "gemma4": TypeSizes(
         start={"vision_config": {}, "audio_config": {}},
         config={
+            **_UNTIED,
             "text_config.per_layer_config": None,
+            "text_config.global_head_dim": 32,
+            "text_config.num_hidden_layers": 4,
+            "text_config.num_kv_shared_layers": 1,  # the layer before it must see what one that is not causal did
             "text_config.hidden_size_per_layer_input": 16,
-            "text_config.layer_types": ["sliding_attention", "full_attention"],
+            "text_config.use_bidirectional_attention": "vision",
+            "text_config.layer_types": ["sliding_attention", "full_attention"] * 2,
         },
+        images={"max_soft_tokens": 70},
     ),
     "glm4v": TypeSizes(config={"text_config.rope_parameters": _HALF_MROPE}, images=_QWEN_IMAGES),
     "glm46v": TypeSizes(config={"text_config.rope_parameters": _HALF_MROPE}, images=_QWEN_IMAGES),
@@ -295,7 +302,7 @@ OWN_SIZES: dict[str, TypeSizes] = {
         processor={"image_seq_length": 16},
     ),
     "paddleocr_vl": TypeSizes(config={"text_config.rope_parameters": _MROPE}, images=_QWEN_IMAGES),
-    "paligemma": TypeSizes(further_ids=1200, images={"image_seq_length": 16}),
+    "paligemma": TypeSizes(config=_UNTIED, further_ids=1200, images={"image_seq_length": 16}, embedding_std=0.02),
     "qianfan_ocr": TypeSizes(processor={"image_seq_length": 4}),
     "qwen2_5_omni": TypeSizes(config={}),
     "qwen3_5": TypeSizes(
@@ -336,6 +343,12 @@ OWN_SIZES: dict[str, TypeSizes] = {
         image_token="<im_patch>",
     ),
     "unlimited_ocr": TypeSizes(config={"vision_config.sam_config.downsample_channels": [32, 64]}),
+    "vision-encoder-decoder": TypeSizes(
+        start={"encoder": {"model_type": "vit"}, "decoder": {"model_type": "gpt2"}},
+        config={"decoder.is_decoder": True, "decoder.add_cross_attention": True},
+        processor_class="TrOCRProcessor",
+        image_processor="ViTImageProcessorPil",
+    ),
     "video_llava": TypeSizes(images={"size": {"shortest_edge": 56}, "crop_size": _SQUARE}),
     "vipllava": TypeSizes(
         config={"vision_feature_layers": [-1, -2]},
@@ -348,7 +361,12 @@ OWN_SIZES: dict[str, TypeSizes] = {
         plain=("|SPEAKER|", "|NEWLINE|", "<0x04>", "<0x00>", "<0x01>", "<0x02>", "<0x03>"),
         image_text="|SPEAKER|",
     ),
-    "shieldgemma2": TypeSizes(image_text="<boi>", config={"mm_tokens_per_image": 4}, processor={"image_seq_length": 4}),
+    "shieldgemma2": TypeSizes(
+        image_text="<boi>",
+        config={"mm_tokens_per_image": 4},
+        processor={"image_seq_length": 4},
+        model_class="ShieldGemma2ForImageClassification",
+    ),
     "t5gemma2": TypeSizes(config={"encoder.mm_tokens_per_image": 4}, image_text="<boi>"),
     "kosmos-2": TypeSizes(further_ids=1040, processor_class="Kosmos2Processor"),
     "kosmos-2.5": TypeSizes(processor_class="Kosmos2_5Processor", image_processor="Kosmos2_5ImageProcessorPil"),

@@ -93,9 +93,10 @@ def write_checkpoint(recipe: Recipe, directory: Path, seed: int) -> Path:
         torch.manual_seed(seed)
         model = recipe.model_class(recipe.config).float().eval()
         _scale_weights(model, recipe, torch.Generator().manual_seed(seed))
-    _silence(model, recipe.tokenizer)
-    model.generation_config.eos_token_id = recipe.tokenizer.eos_token_id
-    model.generation_config.pad_token_id = recipe.tokenizer.pad_token_id
+    if model.can_generate():
+        _silence(model, recipe.tokenizer)
+        model.generation_config.eos_token_id = recipe.tokenizer.eos_token_id
+        model.generation_config.pad_token_id = recipe.tokenizer.pad_token_id
     with _no_progress_bar():
         model.save_pretrained(directory)
     recipe.save_processor(directory)

@@ -356,4 +356,4 @@ def _check_chunk(row: ShadowRow, chunk: Prefill) -> None:
     assert chunk.last == (end == row.length), f"{chunk} of a text of {row.length}"
     for span in row.opened.work.media:
         for border in (chunk.start, end):
-            assert not (span.atomic and span.offset < border < span.end), f"{chunk} cuts {span}"
+            assert not span.uncut[0] < border < span.uncut[1], f"{chunk} cuts {span}"

@@ -57,6 +57,20 @@ def test_images_that_see_each_other_are_found_by_the_logits() -> None:
     assert verdict.facts.whole_media
 
 
+def test_a_prompt_that_sees_itself_whole_is_found_and_takes_no_text_alone() -> None:
+    verdict = prove(checkpoint("any-paligemma"))
+    assert verdict.failed is None
+    assert verdict.serves == ("image",), "its processor refuses a text without an image"
+    assert verdict.facts.whole_prompt
+
+
+def test_images_that_see_each_other_in_layers_with_a_window_alone_are_found() -> None:
+    verdict = prove(checkpoint("any-gemma4"))
+    assert verdict.failed is None
+    assert verdict.facts.whole_media
+    assert verdict.facts.whole_windows
+
+
 class Shifted(GenericAdapter):
     """Features one row too late."""
 
@@ -106,6 +120,7 @@ def forced(whole: bool) -> Any:
     def make(config: Any, facts: MediaFacts) -> GenericAdapter:
         made = GenericAdapter(config, facts)
         made.whole_media = whole  # type: ignore[misc]
+        made.whole_prompt = False  # type: ignore[misc]
         return made
 
     return make
@@ -128,6 +143,7 @@ def refused(name: str, make_adapter: Any) -> ProofVerdict:
         ("any-qwen3_vl_moe", LatePositions, "logits under chunking"),
         ("any-mistral3", forced(True), "attention among an image's tokens"),
         ("gemma3", forced(False), "attention among an image's tokens"),
+        ("any-paligemma", forced(False), "attention among an image's tokens"),
     ],
 )
 def test_a_broken_adapter_is_caught_by_the_part_that_it_breaks(name: str, make_adapter: Any, part: str) -> None:

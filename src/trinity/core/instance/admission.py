@@ -146,7 +146,7 @@ def _decodes_next(state: RequestState) -> bool:
 
 
 def _atomic(state: RequestState) -> tuple[tuple[int, int], ...]:
-    return tuple((span.offset, span.end) for span in state.work.media if span.atomic)
+    return tuple(span.uncut for span in state.work.media if span.atomic or span.whole)
 
 
 def own_items(s: State, state: RequestState) -> tuple[tuple[int, int], ...]:

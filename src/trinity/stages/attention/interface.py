@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 import numpy as np
@@ -25,6 +25,7 @@ from trinity.stages.attention.latent import compress_rows, expand_result
 
 Int64Array = np.ndarray
 PAGED_ATTENTION = "trinity_paged"
+CAUSAL_LAYER = "trinity_causal"  # attribute of a layer whose rows never see what is behind them
 LAYER_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
 
 
@@ -102,6 +103,16 @@ class PagedRows:
     @property
     def decodes(self) -> int:
         return len(self.lengths)
+
+    def without_groups(self) -> PagedRows:
+        """The same rows, all causal."""
+        if all(chunk.groups is None for chunk in self.chunks):
+            return self
+        found: PagedRows | None = self.memo.get("without_groups")
+        if found is None:
+            causal = tuple(replace(chunk, groups=None) for chunk in self.chunks)
+            found = self.memo["without_groups"] = replace(self, chunks=causal, memo={})
+        return found
 
 
 class AttentionBackend(Protocol):
@@ -216,6 +227,8 @@ def paged_attention(
             f"{type(module).__name__} does not pass keywords on to its attention; write a ModelAdapter for this model"
         )
     params = read_attention_params(module, query.shape[-1], asked)
+    if getattr(module, CAUSAL_LAYER, False):
+        batch = replace(batch, rows=batch.rows.without_groups())
     if batch.cache.shape[2] == 1:
         compressed, rows = compress_rows(module, query, key)
         seen = expand_result(module, _run_half(batch, (compressed, rows, rows), params))

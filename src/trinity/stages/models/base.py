@@ -41,10 +41,14 @@ class ModelAdapter:
     - ``language_names``: attribute names under which a multimodal model may keep its text model. All other parts belong
       to the encode stage.
     - ``whole_media`` (False): a run of placeholders attends to itself in both directions, so that no chunk may cut it.
+    - ``whole_prompt`` (False): so do all tokens of a prompt with media.
+    - ``added_to`` (None): placeholder to whose embedding features are added; None: they take its place.
     """
 
     language_names: ClassVar[tuple[str, ...]] = ("language_model", "text_model")
     whole_media: ClassVar[bool] = False
+    whole_prompt: ClassVar[bool] = False
+    added_to: ClassVar[int | None] = None
 
     def __init__(self, config: Any) -> None:
         self.config = config
@@ -207,6 +211,9 @@ class ModelAdapter:
         ``ids``, ``media`` ([rows]): of the batch's tokens; which of them are placeholders, whose ids are 0.
         """
         return {}
+
+    def mark_layers(self, model: Any) -> None:
+        """Mark the layers of a text model that attend in another way than the others (``CAUSAL_LAYER``)."""
 
     def head(self, model: Any, hidden: Tensor) -> Tensor:
         """Compute logits [rows, vocabulary] of hidden states [rows, hidden], as the model's own forward does."""

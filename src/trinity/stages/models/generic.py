@@ -11,6 +11,7 @@ from torch import Tensor
 
 from trinity.core.messages import MediaSpan
 from trinity.preprocess.verdicts import MediaFacts
+from trinity.stages.attention.interface import CAUSAL_LAYER
 from trinity.stages.models.base import (
     MediaInputs,
     ModelAdapter,
@@ -32,6 +33,8 @@ class GenericAdapter(ModelAdapter):
         super().__init__(config)
         self.facts = facts
         self.whole_media = facts.whole_media  # type: ignore[misc]
+        self.whole_prompt = facts.whole_prompt  # type: ignore[misc]
+        self.added_to = facts.image_token_id if facts.added else None  # type: ignore[misc]
 
     @property
     def media_tokens(self) -> dict[str, int]:
@@ -77,6 +80,14 @@ class GenericAdapter(ModelAdapter):
             )
             found.update(zip(chosen, torch.split(rows, wanted), strict=True))
         return [found[i] for i in range(len(items))]
+
+    def mark_layers(self, model: Any) -> None:
+        """Mark the layers of the text model in which an image's tokens do not see each other in both directions."""
+        kinds = getattr(self.text_config, "layer_types", None) or ()
+        for layer in self.language(model).modules():
+            at = getattr(layer, "layer_idx", None)
+            if isinstance(at, int) and at < len(kinds):
+                setattr(layer, CAUSAL_LAYER, self.facts.whole_windows and kinds[at] == "full_attention")
 
     def collate(self, items: Sequence[MediaInputs]) -> Iterator[tuple[list[int], dict[str, Tensor]]]:
         if self.facts.joined:

@@ -184,13 +184,21 @@ class LoadedModel:
         """Put features in place of their tokens' embeddings; returns these and further inputs of the text model."""
         if batch.feature_rows is None or image is None:
             return embeds, {}
-        held, hidden = image.view(-1, image.shape[-1]), embeds.shape[-1]
+        held, hidden, placeholder = image.view(-1, image.shape[-1]), embeds.shape[-1], self._embed_placeholder(embeds)
         if batch.feature_at is None:
-            rows = held.index_select(0, batch.feature_rows.clamp(min=0))[:, :hidden]
-            return torch.where((batch.feature_rows >= 0)[:, None], rows.to(embeds.dtype), embeds), {}
+            rows = held.index_select(0, batch.feature_rows.clamp(min=0))[:, :hidden].to(embeds.dtype) + placeholder
+            return torch.where((batch.feature_rows >= 0)[:, None], rows, embeds), {}
         rows = held.index_select(0, batch.feature_rows).to(embeds.dtype)
-        embeds.index_copy_(0, batch.feature_at, rows[:, :hidden])
+        embeds.index_copy_(0, batch.feature_at, rows[:, :hidden] + placeholder)
         return embeds, self.adapter.language_inputs(rows[:, hidden:], batch.feature_at, len(embeds))
+
+    def _embed_placeholder(self, like: Tensor) -> Tensor | float:
+        """Embed the placeholder to which features are added, [1, hidden]; 0 where they take its place."""
+        if self.adapter.added_to is None:
+            return 0.0
+        embedding = self.adapter.language(self.language).get_input_embeddings()
+        found: Tensor = embedding(torch.full((1,), self.adapter.added_to, device=like.device))
+        return found
 
     @torch.inference_mode()
     def forward(

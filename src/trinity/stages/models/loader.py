@@ -364,6 +364,7 @@ def _fit_part(model: Any, adapter: ModelAdapter, name: str) -> None:
         set_attention(model, adapter, PAGED_ATTENTION)
         watch_expansions(adapter.language(model))
         model.trinity_counts = answer_counts(adapter.language(model))
+        adapter.mark_layers(model)
         if is_known_text(adapter):
             skip_unsampled_rows(adapter.language(model), adapter.deepstack)
     elif adapter.vision_states is not None and is_known(LayerPart.IMAGE_FEATURES, type(model.base_model)):

@@ -36,8 +36,8 @@ class _ZeroEmbedding(nn.Module):
         return self.weight.expand(*ids.shape, self.width).clone()
 
 
-class _KeepsEmbeddings(nn.Module):
-    """Stands where the text model was; embeds tokens as zeros, and raises ``_Given``."""
+class _StandIn(nn.Module):
+    """Stands where the text model was; embeds tokens as zeros [..., width]."""
 
     def __init__(self, width: int, like: Tensor) -> None:
         super().__init__()
@@ -46,17 +46,21 @@ class _KeepsEmbeddings(nn.Module):
     def get_input_embeddings(self) -> nn.Module:
         return self.embedding
 
+
+class _KeepsEmbeddings(_StandIn):
+    """Raises ``_Given`` with what it is given."""
+
     def forward(self, *given: Any, inputs_embeds: Tensor | None = None, **named: Any) -> None:
         if inputs_embeds is None:
             raise StageError("the model's forward gives its text model no embeddings", stage="E")
         raise _Given(inputs_embeds)
 
 
-class _GivesStates(nn.Module):
-    """Stands where the text model was, and gives these hidden states [1, rows, hidden] whatever it is asked."""
+class _GivesStates(_StandIn):
+    """Gives these hidden states [1, rows, hidden] whatever it is asked."""
 
     def __init__(self, states: Tensor) -> None:
-        super().__init__()
+        super().__init__(states.shape[-1], states)
         self.states = states
 
     def forward(self, *given: Any, **named: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,11 @@ from trinity.preprocess.checkpoint import read_config
 from trinity.preprocess.verdicts import MediaFacts, ProofPart, ProofVerdict, keep_verdict
 from trinity.stages.models.generic import FEATURE_WAYS, GenericAdapter
 from trinity.stages.proof.prompts import ProofPrompt, one_image, text_alone, three_images
-from trinity.stages.proof.reference import Expected
+from trinity.stages.proof.reference import SHORT_OUTPUTS, Expected
 from trinity.stages.proof.subject import TOLERANCE, Differs, Subject, relative_error
 from trinity.stages.proof.trial import Found, TriedModel
 
 LEAST_CHANGE = 10 * TOLERANCE  # of logits by another image: less would be too little to see a fault by
-SHORT_OUTPUTS = 2  # tokens of prompts other than the longest: the first of a prefill, the second of a decode
 _SAME = TOLERANCE / 100  # of features in another batch
 
 Proof = Callable[[Subject, MediaFacts], Iterator[tuple[ProofPart, MediaFacts]]]
@@ -40,6 +40,10 @@ def prove(directory: Path, make_adapter: Any = GenericAdapter) -> ProofVerdict:
         subject = Subject.load(directory, make_adapter)
         loaded = time.monotonic()
         for kind in subject.kinds:
+            if kind == "text" and (why := _refuses_text(subject, facts)):
+                parts.append(ProofPart(kind, False, why, spared=True))
+                facts = msgspec.structs.replace(facts, text_alone=False)
+                continue
             found = _prove_kind(subject, facts, kind, parts)
             if found is not None:
                 facts = found
@@ -99,9 +103,18 @@ def _prove_images(subject: Subject, _: MediaFacts) -> Iterator[tuple[ProofPart, 
     yield _prove_control(other, expected[0]), facts
 
 
+def _refuses_text(subject: Subject, facts: MediaFacts) -> str:
+    """Say why the model's own route takes no prompt without media; "" if it does, or there is nothing else."""
+    try:
+        if facts.media_tokens:
+            _ = subject.expected_text
+    except Differs as error:
+        return error.said
+    return ""
+
+
 def _prove_text(subject: Subject, facts: MediaFacts) -> Iterator[tuple[ProofPart, MediaFacts]]:
-    prompt = text_alone()
-    yield prove_logits(subject, facts, prompt, subject.expect(prompt, outputs=SHORT_OUTPUTS)), facts
+    yield prove_logits(subject, facts, text_alone(), subject.expected_text), facts
 
 
 PROOFS: dict[str, Proof] = {"image": _prove_images, "text": _prove_text}
@@ -153,8 +166,10 @@ def _prove_features(trial: TriedModel, prompt: ProofPrompt, expected: Expected) 
     rows = torch.cat(_run(name, lambda: trial.features(made)))
     if expected.embeds is None:
         return ProofPart(name, True, f"{len(rows)} rows for {prompt.name}; compared by their logits alone")
-    at = expected.find(*trial.facts.media_tokens.values())
-    error = relative_error(rows[:, : expected.embeds.shape[-1]], expected.embeds[at])
+    own = expected.embeds[expected.find(*trial.facts.media_tokens.values())]
+    if trial.facts.added:
+        own = own - trial.embed_placeholder()
+    error = relative_error(rows[:, : own.shape[-1]], own)
     if error > TOLERANCE:
         raise Differs(name, f"{len(rows)} rows for {prompt.name} are {error:.2g} off")
     return ProofPart(name, True, f"{len(rows)} rows for {prompt.name}, {error:.1g} off at most")
@@ -162,8 +177,8 @@ def _prove_features(trial: TriedModel, prompt: ProofPrompt, expected: Expected) 
 
 def _find_features(subject: Subject, facts: MediaFacts, prompt: ProofPrompt, expected: Expected) -> MediaFacts:
     """Find out what makes the features of an image that the text model is given; the usual way if nothing does."""
-    for way in FEATURE_WAYS:
-        tried = msgspec.structs.replace(facts, features=way)
+    for added, way in product((False, True), FEATURE_WAYS):
+        tried = msgspec.structs.replace(facts, features=way, added=added)
         trial = open_tried(subject, tried)
         try:
             _prove_features(trial, prompt, expected)
@@ -227,8 +242,7 @@ def _prove_choice(
     part = prove_logits(subject, facts, prompts[1], expected[1])
     if error > TOLERANCE:
         raise Differs("logits of decodes", f"{error:.2g} off for {prompts[0].name}")
-    way = "in both directions" if facts.whole_media else "causal"
-    said = f"among an image's tokens {way}; logits of one prefill of {prompts[0].name} {error:.1g} off"
+    said = f"{_name_attention(facts)}; logits of one prefill of {prompts[0].name} {error:.1g} off"
     return ProofPart("attention", True, said), part
 
 
@@ -236,6 +250,13 @@ def measure_logits(subject: Subject, facts: MediaFacts, prompt: ProofPrompt, exp
     """Return the relative error of the logits of one prefill, and that with its decodes."""
     found, error = _run_trial(subject, facts, prompt, expected, cut=False)
     return relative_error(found.logits[0], expected.logits[0]), error
+
+
+def _name_attention(facts: MediaFacts) -> str:
+    if facts.whole_prompt:
+        return "in both directions among all tokens of a prompt with an image"
+    way = "in both directions" if facts.whole_media else "causal"
+    return f"among an image's tokens {way}" + ", in layers with a window alone" * facts.whole_windows
 
 
 def _run_trial(

@@ -13,13 +13,12 @@ from trinity.preprocess.verdicts import MediaFacts, ProofPart
 from trinity.stages.proof.prompts import ProofPrompt, image_and_clip, one_clip, two_clips
 from trinity.stages.proof.prove import (
     LEAST_CHANGE,
-    SHORT_OUTPUTS,
     measure_logits,
     open_tried,
     prove_inputs,
     prove_logits,
 )
-from trinity.stages.proof.reference import Expected, Reference
+from trinity.stages.proof.reference import SHORT_OUTPUTS, Expected, Reference
 from trinity.stages.proof.subject import TOLERANCE, Differs, Subject, relative_error
 
 _LONG_S = 2.317  # of the long clip: an odd number of frames, beyond one window of small models

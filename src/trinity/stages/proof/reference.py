@@ -15,6 +15,7 @@ from trinity.preprocess.loader import load_processor
 from trinity.stages.proof.prompts import ProofPrompt, one_image
 
 PROOF_OUTPUTS = 4
+SHORT_OUTPUTS = 2  # tokens of prompts other than the longest: the first of a prefill, the second of a decode
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,8 @@ from trinity.stages.models.generic import FORWARD, below_head
 from trinity.stages.models.loader import quiet
 from trinity.stages.models.partial_models import find_model_class
 from trinity.stages.models.states import StateLayout
-from trinity.stages.proof.prompts import ProofPrompt
-from trinity.stages.proof.reference import PROOF_OUTPUTS, Expected, Reference
+from trinity.stages.proof.prompts import ProofPrompt, text_alone
+from trinity.stages.proof.reference import PROOF_OUTPUTS, SHORT_OUTPUTS, Expected, Reference
 from trinity.stages.proof.trial_cache import TrialCache
 
 TOLERANCE = 1e-3  # of logits and features, relative to the largest; float32 is exact to about 1e-6
@@ -59,6 +59,7 @@ class Subject:
             )
             raise Differs("weights", f"{said}: merge it into them")
         kind = find_model_class(config)
+        refuse_structure(config, kind)
         try:
             with quiet():
                 model, report = kind.from_pretrained(
@@ -69,6 +70,8 @@ class Subject:
                     trust_remote_code=False,
                     output_loading_info=True,
                 )
+        except ImportError as error:
+            raise Differs("libraries", f"its class asks for one that is not installed: {error!s:.160}") from error
         except RuntimeError as error:
             if "mismatch" not in str(error):  # of memory, perhaps, which says nothing of the checkpoint
                 raise
@@ -94,10 +97,6 @@ class Subject:
             found = Reference(self.directory, self.config, self.model)
         except Exception as error:
             raise Differs("processor", f"it cannot be loaded here ({type(error).__name__}: {error!s:.300})") from error
-        if self.config.is_encoder_decoder:
-            raise Differs(
-                "text model", "it is an encoder-decoder, and keys and values of an encoder are no blocks here"
-            )
         if attending := _find_cross_attention(self.model.base_model):
             said = f"it reads images by cross attention ({attending}), and keys and values of images are no blocks here"
             raise Differs("text model", said)
@@ -198,6 +197,11 @@ class Subject:
             said = f"its own generate() fails on the prompt with {prompt.name} ({type(error).__name__}: {error!s:.300})"
             raise Differs("model's own route", said) from error
 
+    @cached_property
+    def expected_text(self) -> Expected:
+        """The model's own route of the prompt without media. Raises ``Differs`` if it does not run at all."""
+        return self.expect(text_alone(), SHORT_OUTPUTS)
+
     def run_one_by_one(self) -> bool:
         """Have chunks that go on from earlier states run token by token; False if they do, or there are no states."""
         states: StateLayout | None = getattr(self.model, "trinity_states", None)
@@ -254,8 +258,21 @@ class Subject:
         return [*named, "none", FORWARD] if named else ["config", FORWARD]
 
     def list_choices(self) -> list[dict[str, Any]]:
-        """List what may be tried for the attention among an image's tokens and for the head, likely ones first."""
-        return [{"whole_media": whole, "head": head} for whole in (False, True) for head in self._heads()]
+        """List what may be tried for attention between an image's tokens and for the head, likely ones first."""
+        kinds = getattr(self.config.get_text_config(decoder=True), "layer_types", None) or ()
+        ways: list[dict[str, Any]] = [{"whole_media": False}, {"whole_media": True}]
+        if {"full_attention", "sliding_attention"} <= set(kinds):
+            ways.append({"whole_media": True, "whole_windows": True})
+        ways.append({"whole_media": True, "whole_prompt": True})
+        return [{**way, "head": head} for way in ways for head in self._heads()]
+
+
+def refuse_structure(config: Any, kind: Any) -> None:
+    """Raise ``Differs`` for a model that no pair of prefill and decode can be: by its config and its class ``kind``."""
+    if config.is_encoder_decoder:
+        raise Differs("text model", "it is an encoder-decoder, and keys and values of an encoder are no blocks here")
+    if not kind.can_generate():
+        raise Differs("model's own route", f"its class {kind.__name__} has no generate(): it writes no text")
 
 
 def _find_cross_attention(base: Any) -> str:

@@ -110,6 +110,12 @@ class TriedModel:
             for mine, span in zip(blocks, made.work.media, strict=True)
         ]
 
+    def embed_placeholder(self) -> Tensor:
+        """Embed the token that stands for an image: [1, hidden]."""
+        embedding = self.adapter.language(self.loaded.language).get_input_embeddings()
+        found: Tensor = embedding(torch.tensor([self.facts.image_token_id]))
+        return found
+
     def positions(self, work: Work) -> np.ndarray:
         """Compute the rotary positions [axes, length] of a prompt."""
         ids = np.array(work.prompt, dtype=np.int64)
@@ -168,8 +174,8 @@ class TriedModel:
 
     def _stop(self, made: ProcessedRequest, stop: int) -> int:
         """Move the end of a chunk behind the image that it would cut, if that may not be cut."""
-        ends = [span.end for span in made.work.media if span.atomic and span.offset < stop < span.end]
-        return ends[0] if ends else stop
+        uncut = [span.uncut for span in made.work.media]
+        return max([end for start, end in uncut if start < stop < end], default=stop)
 
     @contextmanager
     def _paged(self) -> Iterator[None]:
@@ -178,6 +184,7 @@ class TriedModel:
         language = self.adapter.language(self.loaded.language)
         answer_counts(language)
         watch_expansions(language)
+        self.adapter.mark_layers(self.loaded.language)
         own = language.config._attn_implementation
         set_attention(self.loaded.language, self.adapter, PAGED_ATTENTION)
         try:
