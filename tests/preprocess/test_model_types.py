@@ -27,7 +27,7 @@ from trinity.testing.checkpoints import AUDIO_ARCHITECTURES, VIDEO_ARCHITECTURES
 # Of each kind: an inner text model, a flat config with parts, an outer name for one text model, audio.
 UNPROVEN = """
 aya_vision chameleon evolla florence2 fuyu gemma3n git glm4v idefics idefics2 llama4
-mistral3 mistral4 mllama moshi musicgen paligemma phi4_multimodal pi0 qwen2_5_omni voxtral
+mistral3 mistral4 mllama moshi musicgen paligemma phi4_multimodal pi0 voxtral
 qwen3_5 qwen3_vl_moe video_llava vipllava
 """
 TEXT = "llama mistral qwen2 qwen3_moe gpt_oss gemma3_text olmo2 phi3 gpt2 ministral deepseek_v3 starcoder2"

@@ -63,7 +63,7 @@ def test_an_adapter_beside_the_weights_is_refused(tmp_path: Path) -> None:
     assert "an adapter (LoRA)" in verdict.failed.said
 
 
-def test_a_model_that_draws_at_random_is_refused_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_draws_at_random_is_refused_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.models.moss_transcribe_diarize.modeling_moss_transcribe_diarize import MossTranscribeDiarizeModel
 
     own = MossTranscribeDiarizeModel.get_audio_features
@@ -74,9 +74,9 @@ def test_a_model_that_draws_at_random_is_refused_as_such(monkeypatch: pytest.Mon
         return found
 
     monkeypatch.setattr(MossTranscribeDiarizeModel, "get_audio_features", noisy)
-    verdict = prove(
-        Path(shutil.copytree(checkpoint(NAME), Path(checkpoint(NAME)).parent / "noisy-moss", dirs_exist_ok=True))
-    )
+    directory = Path(shutil.copytree(checkpoint(NAME), tmp_path / "noisy"))
+    (directory / "noise.txt").write_text("another file: a verdict is kept by the files that it is of")
+    verdict = prove(directory)
     assert verdict.failed is not None
     assert "draws at random" in verdict.failed.said
 
