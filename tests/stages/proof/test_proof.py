@@ -26,7 +26,6 @@ SLOW_TYPES = (
     "granite4_vision",
     "idefics2",
     "ernie4_5_vl_moe",
-    "gemma4_unified",
     "got_ocr2",
     "deepseek_ocr2",
     "deepseek_vl_hybrid",
@@ -51,8 +50,9 @@ def test_a_type_that_nobody_listed_is_proven_and_the_verdict_kept(name: str) -> 
     assert find_verdict(directory) == verdict
 
 
-def test_images_that_see_each_other_are_found_by_the_logits() -> None:
-    verdict = prove(checkpoint("gemma3"))
+@pytest.mark.parametrize("name", ["gemma3", pytest.param("any-gemma4_unified", marks=pytest.mark.slow)])
+def test_images_that_see_each_other_are_found_by_the_logits(name: str) -> None:
+    verdict = prove(checkpoint(name))
     assert verdict.failed is None
     assert verdict.facts.whole_media
 
