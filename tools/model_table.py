@@ -1,7 +1,7 @@
 """The table of models: every causal, image-text and multimodal type of transformers, and whether it serves.
 
 ``python tools/model_table.py`` (``make models``) builds a tiny checkpoint of each type in a process of its own, bounded
-in memory and time, runs what loading it runs, and writes a page below build. Types as arguments print their rows alone.
+in memory and time, runs what loading it runs, and writes docs/models.md. Types as arguments print their rows alone.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ import msgspec
 from trinity.testing.type_trials import CHECKED, LISTED, NOT_SERVED, Row, count_processors, list_work, shorten
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGE = (ROOT / "build" / "models").with_suffix(".md")
+PAGE = ROOT / "docs/models.md"
 MOST_SECONDS, MOST_BYTES = 300, 16 << 30  # of one type
 _HEAD = """# Models
 Written by `make models`, which builds a tiny checkpoint of every causal, image-text and multimodal type of
 transformers {version} and loads it as a pipeline does. *Listed*: the tests compare it with `generate()`. *By
-self-check*: it proves itself as it is loaded ([0006](docs/decisions/0006-what-a-model-must-prove.md),
-[0099](docs/decisions/0099-a-proof-for-models-that-nobody-listed.md)). `trinity check MODEL` does so for a checkpoint of
+self-check*: it proves itself as it is loaded ([0006](decisions/0006-what-a-model-must-prove.md),
+[0099](decisions/0099-a-proof-for-models-that-nobody-listed.md)). `trinity check MODEL` does so for a checkpoint of
 yours. A refusal names the part. One that says "tiny checkpoint" is of the table itself: no small model of that type
 could be made here, and yours may serve.
 
@@ -36,17 +36,48 @@ could be made here, and yours may serve.
 """
 
 
-def run_bounded(work: Callable[[str, Path], Row], model_type: str) -> Row:
-    """Run ``work`` in a child with bounds on its memory and time."""
-    with tempfile.TemporaryDirectory() as scratch:
-        answer = Path(scratch) / "row"
-        child = os.fork()
-        if child == 0:
-            _answer(work, model_type, Path(scratch) / "model", answer)
-        ended = _wait(child)
-        if answer.is_file():
-            return msgspec.json.decode(answer.read_bytes(), type=Row)
-        return Row(model_type, NOT_SERVED, f"tiny checkpoint: its process ended with {ended} within {MOST_SECONDS} s")
+class Trial:
+    """A type on trial in a child process, bounded in memory and time."""
+
+    def __init__(self, work: Callable[[str, Path], Row], model_type: str) -> None:
+        self.model_type, self._end = model_type, time.monotonic() + MOST_SECONDS
+        self._scratch = tempfile.TemporaryDirectory()
+        self._answer = Path(self._scratch.name) / "row"
+        self._child = os.fork()
+        if self._child == 0:
+            _answer(work, model_type, Path(self._scratch.name) / "model", self._answer)
+
+    def poll(self) -> Row | None:
+        """Return the row if the child has ended, by itself or because its time was up."""
+        ended, status = os.waitpid(self._child, os.WNOHANG)
+        if not ended:
+            if time.monotonic() < self._end:
+                return None
+            os.kill(self._child, signal.SIGKILL)
+            status = os.waitpid(self._child, 0)[1]
+        try:
+            return msgspec.json.decode(self._answer.read_bytes(), type=Row)
+        except FileNotFoundError:
+            said = f"tiny checkpoint: its process ended with {status} within {MOST_SECONDS} s"
+            return Row(self.model_type, NOT_SERVED, said)
+        finally:
+            self._scratch.cleanup()
+
+
+def run_bounded(work: Sequence[tuple[str, Callable[[str, Path], Row]]], at_once: int = 1) -> list[Row]:
+    """Try types, ``at_once`` at a time, and print each row as it is found; rows in the order of ``work``."""
+    left, running, rows = list(reversed(work)), list[Trial](), dict[str, Row]()
+    while left or running:
+        while left and len(running) < at_once:
+            name, tried = left.pop()
+            running.append(Trial(tried, name))
+        for trial in list(running):
+            if (row := trial.poll()) is not None:
+                running.remove(trial)
+                rows[row.model_type] = row
+                print(f"{row.model_type}: {row.outcome}: {row.said}", flush=True)
+        time.sleep(0.02)
+    return [rows[name] for name, _ in work]
 
 
 def _answer(work: Callable[[str, Path], Row], model_type: str, folder: Path, answer: Path) -> None:
@@ -59,21 +90,10 @@ def _answer(work: Callable[[str, Path], Row], model_type: str, folder: Path, ans
             row = work(model_type, folder)
         except Exception as error:
             row = Row(model_type, NOT_SERVED, shorten(f"{type(error).__name__}: {error}"))
-        answer.write_bytes(msgspec.json.encode(row))
+        answer.with_suffix(".part").write_bytes(msgspec.json.encode(row))
+        answer.with_suffix(".part").rename(answer)
     finally:
         os._exit(0)
-
-
-def _wait(child: int) -> int:
-    """Wait for a child, kill it when its time is up; its status."""
-    end = time.monotonic() + MOST_SECONDS
-    while time.monotonic() < end:
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            return status
-        time.sleep(0.05)
-    os.kill(child, signal.SIGKILL)
-    return os.waitpid(child, 0)[1]
 
 
 def write_page(rows: Sequence[Row], media: int, processors: int, version: str) -> str:
@@ -109,13 +129,9 @@ def main(arguments: Sequence[str]) -> int:
     untyped.utils.logging.set_verbosity_error()
     work = list_work()
     chosen = [(name, tried) for name, tried in work if not arguments or name in arguments]
-    rows = []
-    for name, tried in chosen:
-        rows.append(run_bounded(tried, name))
-        print(f"{name}: {rows[-1].outcome}: {rows[-1].said}", flush=True)
+    rows = run_bounded(chosen, os.cpu_count() or 1)
     if not arguments:
         processors, media = count_processors()
-        PAGE.parent.mkdir(exist_ok=True)
         PAGE.write_text(write_page(rows, media, processors, transformers.__version__), encoding="utf-8")
     return 0
 

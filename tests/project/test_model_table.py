@@ -6,11 +6,22 @@ import time
 from pathlib import Path
 
 import pytest
+import transformers
 
 from tools import model_table
-from tools.model_table import read_rows, run_bounded, write_page
+from tools.model_table import PAGE, read_rows, run_bounded, write_page
 from trinity.preprocess.model_types import STREAMS
-from trinity.testing.type_trials import CHECKED, LISTED, NOT_SERVED, Row, list_work, shorten, try_media
+from trinity.testing.any_media_checkpoint import multimodal_types
+from trinity.testing.type_trials import (
+    CHECKED,
+    LISTED,
+    NOT_SERVED,
+    Row,
+    count_processors,
+    list_work,
+    shorten,
+    try_media,
+)
 
 ROWS = [
     Row("glm4v", CHECKED, "image, text"),
@@ -53,10 +64,25 @@ def fail(model_type: str, folder: Path) -> Row:
 
 def test_a_type_is_bounded_in_time_and_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_table, "MOST_SECONDS", 0.2)
-    assert "its process ended with" in run_bounded(sleep_long, "slow").said
+    (slow,) = run_bounded([("slow", sleep_long)])
+    assert "its process ended with" in slow.said
     monkeypatch.setattr(model_table, "MOST_SECONDS", 60)
-    assert "MemoryError" in run_bounded(take_much, "big").said
-    assert run_bounded(fail, "bad") == Row("bad", NOT_SERVED, "ValueError: this type does not work")
+    big, bad = run_bounded([("big", take_much), ("bad", fail)], 2)
+    assert "MemoryError" in big.said
+    assert bad == Row("bad", NOT_SERVED, "ValueError: this type does not work")
+
+
+def test_the_page_in_docs_has_every_type_and_counts_its_own_rows() -> None:
+    page = PAGE.read_text(encoding="utf-8")
+    assert f"transformers {transformers.__version__}" in page, "run make models"
+    rows, media, (processors, types) = list(read_rows(page)), multimodal_types(), count_processors()
+    assert types == len(media)
+    assert [row.model_type for row in rows] == [name for name, _ in list_work()]
+    assert page == write_page(rows, len(media), processors, transformers.__version__)
+    serving = [row.outcome != NOT_SERVED for row in rows]
+    assert sum(serving[: len(media)]) >= 75
+    assert sum(serving[len(media) :]) >= 100
+    assert not [row.model_type for row in rows if row.outcome == NOT_SERVED and not row.said], "a reason each"
 
 
 LISTED_ROWS = {"qwen2_audio": "audio, text", "qwen3_omni_moe_thinker": "image, audio, text"}
@@ -79,7 +105,7 @@ def test_a_type_that_listens_as_it_writes_is_refused_by_that_reason(name: str, t
 @pytest.mark.parametrize("name", ["vipllava", "mistral3", "idefics2", "blip", "opt"])
 def test_rows_say_what_is(name: str) -> None:
     tried = dict(list_work())[name]
-    row = run_bounded(tried, name)
+    (row,) = run_bounded([(name, tried)])
     assert row.outcome == (NOT_SERVED if name == "blip" else CHECKED)
 
 
