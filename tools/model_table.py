@@ -32,7 +32,7 @@ self-check*: it proves itself as it is loaded ([0006](decisions/0006-what-a-mode
 yours. A refusal names the part. One that says "tiny checkpoint" is of the table itself: no small model of that type
 could be made here, and yours may serve.
 
-{processors} of {media} multimodal types have an image processor that loads without torchvision.
+{processors} of {media} multimodal types have a processor of images or audio that loads without torchvision.
 """
 
 

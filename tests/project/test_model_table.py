@@ -33,7 +33,7 @@ ROWS = [
 
 def test_a_page_has_its_head_counts_and_reads_back() -> None:
     page = write_page(ROWS, 3, 2, "5.23.0")
-    assert "2 of 3 multimodal types have an image processor that loads without torchvision" in page
+    assert "2 of 3 multimodal types have a processor of images or audio that loads without torchvision" in page
     assert "2 of 3 serve: 1 listed, 1 by self-check; 1 are refused" in page
     assert "1 of 1 serve: 0 listed, 1 by self-check; 0 are refused" in page
     assert list(read_rows(page)) == ROWS

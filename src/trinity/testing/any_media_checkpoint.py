@@ -75,6 +75,20 @@ def build_any_media(model_type: str, directory: Path, *, seed: int = 0) -> Path:
     return built
 
 
+def make_processor_of_media(model_type: str) -> Any:
+    """Make the type's image processor; of one that takes audio alone, the settings of its feature extractor.
+
+    Raises what either raises that does not load here.
+    """
+    sizes = OWN_SIZES.get(model_type, TypeSizes())
+    try:
+        return make_image_processor(model_type, sizes)
+    except UnsupportedModel:  # transformers names none
+        if not (found := _further_parts(model_type, _find_processor_class(model_type), sizes)):
+            raise
+        return found
+
+
 def _further_parts(model_type: str, processor_class: Any, sizes: TypeSizes) -> dict[str, Any]:
     """Fields of a processor's feature extractor for audio, where it has one."""
     from transformers.models.auto import feature_extraction_auto as auto

@@ -11,9 +11,7 @@ from trinity.errors import UnsupportedModel
 from trinity.preprocess.checkpoint import read_config
 from trinity.preprocess.media_kinds import kind_names
 from trinity.preprocess.model_types import PROVEN, refuse_stream
-from trinity.testing.any_media_checkpoint import build_any_media, make_image_processor, multimodal_types
-from trinity.testing.any_media_sizes import TypeSizes
-from trinity.testing.any_media_types import OWN_SIZES
+from trinity.testing.any_media_checkpoint import build_any_media, make_processor_of_media, multimodal_types
 from trinity.testing.any_text_checkpoint import build_any_text, list_causal_types
 from trinity.testing.checkpoints import build_checkpoint
 from trinity.testing.checkpoints_omni import OMNI_TYPES, build_omni
@@ -113,12 +111,11 @@ def list_work() -> list[tuple[str, Callable[[str, Path], Row]]]:
 
 
 def count_processors() -> tuple[int, int]:
-    """Count the multimodal types whose image processor loads here, and all of them."""
-
+    """Count the multimodal types whose processor of images or audio loads here, and all of them."""
     loaded = 0
     for name in multimodal_types():
         try:
-            make_image_processor(name, OWN_SIZES.get(name, TypeSizes()))
+            make_processor_of_media(name)
             loaded += 1
         except Exception:  # what has none, or asks for more than is here
             continue
