@@ -27,8 +27,8 @@ MOST_SECONDS, MOST_BYTES = 300, 16 << 30  # of one type
 _HEAD = """# Models
 Written by `make models`, which builds a tiny checkpoint of every causal, image-text and multimodal type of
 transformers {version} and loads it as a pipeline does. *Listed*: the tests compare it with `generate()`. *By
-self-check*: it proves itself as it is loaded ([0006](decisions/0006-what-a-model-must-prove.md),
-[0099](decisions/0099-a-proof-for-models-that-nobody-listed.md)). `trinity check MODEL` does so for a checkpoint of
+self-check*: it proves itself as it is loaded ([0006](docs/decisions/0006-what-a-model-must-prove.md),
+[0099](docs/decisions/0099-a-proof-for-models-that-nobody-listed.md)). `trinity check MODEL` does so for a checkpoint of
 yours. A refusal names the part. One that says "tiny checkpoint" is of the table itself: no small model of that type
 could be made here, and yours may serve.
 
@@ -98,7 +98,8 @@ def _answer(work: Callable[[str, Path], Row], model_type: str, folder: Path, ans
 
 def write_page(rows: Sequence[Row], media: int, processors: int, version: str) -> str:
     """Write the page: head counts, then the rows of multimodal and of causal types."""
-    parts = [_HEAD.format(version=version, processors=processors, media=media)]
+    head = _HEAD.replace("](docs/", "](")  # from docs
+    parts = [head.format(version=version, processors=processors, media=media)]
     for title, part in (("Multimodal types", rows[:media]), ("Text types", rows[media:])):
         counts = Counter(row.outcome for row in part)
         serving = counts[LISTED] + counts[CHECKED]

@@ -6,9 +6,6 @@ Videos and clips of sound have matrices of their own: ``test_video_serving`` and
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from typing import Any
 
 import pytest
@@ -24,16 +21,16 @@ from support.media_matrix import (
     tight_options,
     waves,
 )
-from support.paths import ROOT
 from support.recordings import METHODS, Served, copy_of
-from support.served_media_types import SERVED_MEDIA_TYPES
-from trinity.testing.any_media_checkpoint import multimodal_types
+from support.served_media_types import OUTSIDE_OF_THE_MATRIX, SERVED_MEDIA_TYPES
+from tools.model_table import PAGE, read_rows
 from trinity.testing.transports import zero_after_read
+from trinity.testing.type_trials import NOT_SERVED
 
 # transformers' own, of arrays that it makes of tensors: numpy 2 asks for another signature
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 SOON = {"mistral3": "E+P+D", "glm4v": "EPD", "gemma3": "EP+D"}  # sizes beside pixels, three rotary axes, whole images
-SLICES, COPIES = 16, 2
+COPIES = 2
 CUT_FROM = 3  # tokens of an image: what is smaller is cut by chance alone
 
 
@@ -100,17 +97,6 @@ def test_zeroed_image_blocks_are_seen(model_type: str) -> None:
     assert set(differences(model_type, found)) == {"one"}
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("part", range(SLICES))
-def test_the_list_is_what_the_table_of_models_finds(part: int) -> None:
-    names = multimodal_types()[part::SLICES]
-    environment = {**os.environ, "TRINITY_CACHE": "off"}
-    tool = ROOT / "tools" / "model_table.py"
-    ended = subprocess.run(
-        [sys.executable, str(tool), *names], env=environment, capture_output=True, text=True, check=True
-    )
-    rows = dict(line.split(": ", 1) for line in ended.stdout.splitlines())
-    assert set(rows) == set(names), "a row of each"
-    serving = {name for name, said in rows.items() if said.startswith("serves") and "image" in said}
-    assert serving == set(names) & set(SERVED_MEDIA_TYPES), rows
+def test_the_lists_are_what_the_table_of_models_has() -> None:
+    serving = [row for row in read_rows(PAGE.read_text(encoding="utf-8")) if row.outcome != NOT_SERVED]
+    assert {row.model_type for row in serving if "image" in row.said} == {*SERVED_MEDIA_TYPES, *OUTSIDE_OF_THE_MATRIX}

@@ -21,8 +21,8 @@ from trinity.stages.proof.reference import SHORT_OUTPUTS, Expected
 from trinity.stages.proof.subject import TOLERANCE, Differs, Subject, relative_error
 from trinity.stages.proof.trial import Found, TriedModel
 
-LEAST_CHANGE = 10 * TOLERANCE  # of logits by another image: less would be too little to see a fault by
-_SAME = TOLERANCE / 100  # of features in another batch
+LEAST_CHANGE = 50 * TOLERANCE  # of logits by another image: less would be too little to see a fault by
+_SAME = TOLERANCE / 20  # of features in another batch
 
 Proof = Callable[[Subject, MediaFacts], Iterator[tuple[ProofPart, MediaFacts]]]
 

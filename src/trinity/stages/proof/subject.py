@@ -24,7 +24,7 @@ from trinity.stages.proof.prompts import ProofPrompt, text_alone
 from trinity.stages.proof.reference import PROOF_OUTPUTS, SHORT_OUTPUTS, Expected, Reference
 from trinity.stages.proof.trial_cache import TrialCache
 
-TOLERANCE = 1e-3  # of logits and features, relative to the largest; float32 is exact to about 1e-6
+TOLERANCE = 2e-4  # of logits and features, relative to the largest; float32 is exact to about 1e-6
 _TOKEN_NAMES = ("image_token", "image_placeholder_token", "boi_token", "image_start_token", "img_token")
 _ADAPTER = "adapter_config.json"
 _CROSS_ATTENTION = re.compile(r"cross_?att")

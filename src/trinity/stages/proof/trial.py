@@ -32,7 +32,7 @@ from trinity.stages.proof.reference import PROOF_OUTPUTS
 from trinity.stages.proof.trial_cache import EncodedMedia, TrialCache
 
 IMAGE_ROWS = 16
-_SHORT = 2  # rows of one chunk: less than any convolution holds
+_SHORT = 1  # row of a chunk: some models run one row by other arithmetic (Nemotron-H)
 
 
 @dataclass(frozen=True)
@@ -163,7 +163,7 @@ class TriedModel:
         return tokens
 
     def _list_stops(self, made: ProcessedRequest, cut: bool) -> list[int]:
-        """List where chunks end: in the middle of each medium, or of a text, and once more a few rows behind.
+        """List where chunks end: in the middle of each medium, or of a text, and once more a row behind.
 
         They are few, since each reads all weights.
         """
