@@ -62,7 +62,7 @@ async def serve(directory: Path, **options: Any) -> dict[str, tuple[list[int], t
     return {each.request_id: (list(each.token_ids), logits[each.request_id]) for each in outputs}
 
 
-SLOW = ("nemo_speechlm", "fun_asr_nano", "granite_speech")
+SLOW = ("fun_asr_nano", "granite_speech")
 NAMES = ["moss_transcribe_diarize", *(pytest.param(each, marks=pytest.mark.slow) for each in SLOW)]
 
 

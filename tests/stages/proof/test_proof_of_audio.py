@@ -90,7 +90,7 @@ def test_clips_that_differ_leave_what_else_is_proven() -> None:
     assert facts.media_tokens == {"image": 7}
 
 
-SLOW = ("nemo_speechlm", "fun_asr_nano", "granite_speech", "granite_speech_plus")
+SLOW = ("fun_asr_nano", "granite_speech", "granite_speech_plus")
 NEEDS_TORCHAUDIO = SLOW[1:]
 
 
