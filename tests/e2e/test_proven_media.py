@@ -21,6 +21,10 @@ from trinity.request import Request, Sampling
 from trinity.stages.proof import prove
 from trinity.testing.oracle import Oracle
 
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:__array__ implementation:DeprecationWarning"
+)  # PaliGemma's processor, NumPy 2
+
 OUTPUTS = 6
 SIZES = ((90, 70), (64, 120), (150, 66))
 # three rotary axes; sizes of images beside pixels; features and positions that only the model's own forward tells; a

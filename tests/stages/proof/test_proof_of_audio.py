@@ -91,7 +91,7 @@ def test_clips_that_differ_leave_what_else_is_proven() -> None:
 
 
 SLOW = ("fun_asr_nano", "granite_speech", "granite_speech_plus")
-NEEDS_TORCHAUDIO = SLOW[1:]
+NEEDS_TORCHAUDIO = SLOW
 
 
 @pytest.mark.slow
