@@ -127,7 +127,6 @@ def test_code_that_begins_anew_runs_token_by_token(name: str, tmp_path: Path) ->
     assert model.states.one_by_one
 
 
-@pytest.mark.xfail(reason="since decodes are held to the model's own cache, which forgets alike", strict=True)
 def test_a_type_that_forgets_its_state_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its one-token path reads a state of zeros: neither chunks nor single tokens go on from what was before."""
     own = modeling_bamba.mamba2_selective_state_update

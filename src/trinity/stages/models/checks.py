@@ -97,12 +97,7 @@ def _compare_plain(model: LoadedModel, ids: np.ndarray, starts: list[int]) -> tu
         return float(_row_errors(_paged_logits(model, ids, starts), exact).max()), _QUANTISED_TOLERANCE, exact
     with in_float32(model.language):
         exact = _own_logits(model, ids, starts)
-        paged = _paged_logits(model, ids, starts, torch.float32)
-        error = float(_row_errors(paged, exact).max())
-        if error > _TOLERANCE and model.states is not None:
-            decoded = _own_decode(model, ids, starts, exact)
-            if (again := float(_row_errors(paged, decoded).max())) <= _TOLERANCE:
-                error, exact = again, decoded
+        error = float(_row_errors(_paged_logits(model, ids, starts, torch.float32), exact).max())
         if error > _TOLERANCE and model.states is not None:
             model.states.one_by_one = True
             error = float(_row_errors(_paged_logits(model, ids, starts, torch.float32), exact).max())
@@ -160,28 +155,6 @@ def _own_logits(model: LoadedModel, ids: np.ndarray, starts: list[int]) -> Tenso
     finally:
         set_attention(model.language, model.adapter, PAGED_ATTENTION)
     return logits[:, [_CUT - 1, _LENGTH - 1, _LENGTH]].transpose(0, 1).flatten(0, 1).float()
-
-
-@torch.inference_mode()
-def _own_decode(model: LoadedModel, ids: np.ndarray, starts: list[int], own: Tensor) -> Tensor:
-    """Return ``own`` with the last token's logits as the model's own cache gives them, by which ``generate()`` decodes.
-
-    Some state space models hold their steps to other limits there than in a forward of the whole prompt.
-    """
-    set_attention(model.language, model.adapter, "eager")
-    try:
-        given = torch.from_numpy(ids).to(model.device)
-        places = torch.tensor(starts, device=model.device)[:, None] + torch.arange(_LENGTH + 1, device=model.device)
-        before, last = slice(None, _LENGTH), slice(_LENGTH, None)
-        first = model.language(input_ids=given[:, before], position_ids=places[:, before], use_cache=True)
-        further = {"past_key_values": first.past_key_values, "use_cache": True}
-        logits = model.language(input_ids=given[:, last], position_ids=places[:, last], **further).logits[:, -1]
-    except Exception as error:  # a cache of a kind that only generate() makes, for instance
-        logger.debug("the model's own cache does not run by itself: %s", error)
-        return own
-    finally:
-        set_attention(model.language, model.adapter, PAGED_ATTENTION)
-    return torch.cat([own[: 2 * len(starts)], logits.float()])
 
 
 def _paged_logits(model: LoadedModel, ids: np.ndarray, starts: list[int], dtype: torch.dtype | None = None) -> Tensor:
