@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 
-from support.hybrid_models import HYBRIDS, build_hybrid, generated, hybrid_requests
+from support.hybrid_models import HYBRIDS, build_hybrid, generated, hybrid_requests, zero_states
 from support.moved_streams import read_moving
 from support.pipeline_options import pipeline_options
 from trinity.core.scheduler import BatchRules
 from trinity.core.transfers import TransferPolicy
-from trinity.memory.block_memory import BlockMemory
 from trinity.pipeline import Pipeline
 
 CHUNK = 13  # so that each prompt but one is cut, and decodes share steps with chunks
@@ -96,16 +95,7 @@ def test_the_control_zeroed_states_change_the_tokens(name: str, checkpoints: dic
 
     async def main() -> Tokens:
         async with Pipeline(folder, "1P1D", **pipeline_options({"pools": {"kv": 64}, **COMMON})) as pipe:
-            connector, own = pipe.connector, pipe.connector.pull
-
-            async def pull(instance: str, asked: Any) -> Any:
-                answer = await own(instance, asked)
-                if asked.kind == "state":
-                    memory: BlockMemory = connector._memories[instance, "state"]
-                    memory.tensor[list(asked.target_blocks)] = 0
-                return answer
-
-            connector.pull = pull  # type: ignore[assignment,method-assign]
+            zero_states(pipe)
             return (await ask(pipe))[0]
 
     assert asyncio.run(main()) != generated(folder)

@@ -14,9 +14,9 @@ import torch
 from PIL import Image
 
 from support.checkpoint_files import checkpoint
+from support.hybrid_models import zero_states
 from support.pipeline_options import pipeline_options
 from trinity.core.scheduler import BatchRules
-from trinity.memory.block_memory import BlockMemory
 from trinity.pipeline import Pipeline
 from trinity.preprocess.model_types import PROVEN
 from trinity.preprocess.verdicts import find_verdict
@@ -63,20 +63,6 @@ def ask(name: str, images: int, seed: int = 0) -> Request:
 
 
 REQUESTS = [ask("one", 1), ask("three", 3, 40), ask("other", 1, 30), ask("text", 0)]
-
-
-def zero_states(pipe: Pipeline) -> None:
-    """Have each state that migrates arrive as zeros."""
-    connector, own = pipe.connector, pipe.connector.pull
-
-    async def pull(instance: str, asked: Any) -> Any:
-        answer = await own(instance, asked)
-        if asked.kind == "state":
-            memory: BlockMemory = connector._memories[instance, "state"]
-            memory.tensor[list(asked.target_blocks)] = 0
-        return answer
-
-    connector.pull = pull  # type: ignore[assignment,method-assign]
 
 
 def serve(directory: Path, placement: str, zeroed: bool = False) -> tuple[Found, set[str]]:

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from support.text_models import build
+from trinity.memory.block_memory import BlockMemory
+from trinity.pipeline import Pipeline
 from trinity.request import Request, Sampling
 from trinity.testing.checkpoints_recipes import llama_tokenizer
 from trinity.testing.oracle import Oracle
@@ -86,3 +88,17 @@ def hybrid_requests(outputs: int = 16, texts: Sequence[str] = TEXTS) -> list[Req
 def generated(directory: Path, outputs: int = 16) -> list[tuple[int, ...]]:
     """What ``generate()`` of transformers says to each request."""
     return [tuple(tokens) for tokens in Oracle(directory).generate_all(hybrid_requests(outputs))]
+
+
+def zero_states(pipe: Pipeline) -> None:
+    """Have each state that migrates arrive as zeros."""
+    connector, own = pipe.connector, pipe.connector.pull
+
+    async def pull(instance: str, asked: Any) -> Any:
+        answer = await own(instance, asked)
+        if asked.kind == "state":
+            memory: BlockMemory = connector._memories[instance, "state"]
+            memory.tensor[list(asked.target_blocks)] = 0
+        return answer
+
+    connector.pull = pull  # type: ignore[assignment,method-assign]
