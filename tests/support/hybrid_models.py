@@ -67,6 +67,8 @@ HYBRIDS: dict[str, dict[str, Any]] = {
     },
     "olmo_hybrid": {"num_hidden_layers": 4},
 }
+REFUSED = "nemotron_h"  # it bounds time steps where several rows run at once, and not where one does
+SERVED = tuple(name for name in HYBRIDS if name != REFUSED)
 STEPWISE = ("jamba",)  # their own code does not go on with several tokens at once
 TEXTS = ("How many people are there?", "The sky above the small red boat is grey.", "A dog", "user: 17 and 42? " * 9)
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers.models.bamba import modeling_bamba
 
-from support.hybrid_models import STEPWISE, build_hybrid
+from support.hybrid_models import REFUSED, STEPWISE, build_hybrid
 from support.stage_driver import Pool
 from support.text_models import build, generate, make_prompt
 from trinity.core.messages import Open, Prefill, ResolvedSampling, Step, Work
@@ -137,6 +137,12 @@ def test_a_type_that_forgets_its_state_is_refused(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(modeling_bamba, "mamba2_selective_state_update", forget)
     with pytest.raises(UnsupportedModel, match="off"):
         load_model(build_hybrid(tmp_path, "bamba"), "PD", dtype="float32")
+
+
+def test_a_type_whose_row_alone_runs_by_other_arithmetic_is_refused(tmp_path: Path) -> None:
+    """A chunk of one row gave other tokens than ``generate()``, and so may decodes that are recomputed in chunks."""
+    with pytest.raises(UnsupportedModel, match="off"):
+        load_model(build_hybrid(tmp_path, REFUSED), "PD", dtype="float32")
 
 
 @pytest.mark.parametrize("name", ["recurrent_gemma", pytest.param("minimax", marks=pytest.mark.slow)])

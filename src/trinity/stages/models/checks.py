@@ -98,9 +98,11 @@ def _compare_plain(model: LoadedModel, ids: np.ndarray, starts: list[int]) -> tu
     with in_float32(model.language):
         exact = _own_logits(model, ids, starts)
         error = float(_row_errors(_paged_logits(model, ids, starts, torch.float32), exact).max())
-        if error > _TOLERANCE and model.states is not None:
-            model.states.one_by_one = True
-            error = float(_row_errors(_paged_logits(model, ids, starts, torch.float32), exact).max())
+        if model.states is not None:  # also where chunks agree: a chunk may be of one row, and decodes are recomputed
+            chunked, model.states.one_by_one = error, True
+            alone = float(_row_errors(_paged_logits(model, ids, starts, torch.float32), exact).max())
+            model.states.one_by_one = chunked > _TOLERANCE
+            error = alone if model.states.one_by_one else max(chunked, alone)
     if error > _TOLERANCE or model.dtype == torch.float32:
         return error, _TOLERANCE, exact
     noise = float(_row_errors(_own_logits(model, ids, starts), exact).max())
