@@ -95,3 +95,17 @@ def check(name: str, placement: str) -> None:
 @pytest.mark.parametrize("name", QUICK)
 def test_a_type_that_nobody_listed_is_served_exactly(name: str) -> None:
     check(name, "1E1P1D")
+
+
+@pytest.mark.parametrize("placement", ["EPD", "1E1P1D"])
+def test_an_image_of_one_token_is_served_beside_another(placement: str) -> None:
+    """Mistral 3's code takes the axis of rows from a feature that is alone: encodes of single images failed."""
+    directory = proven("mistral3")
+    request = msgspec.structs.replace(ask(2), images=[picture(1, (28, 28)), picture(2, SIZES[0])], request_id="r")
+
+    async def served() -> Any:
+        async with Pipeline(directory, placement, **pipeline_options(SETTINGS)) as pipe:
+            return await pipe.complete(request)
+
+    found = asyncio.run(served())
+    assert found.token_ids == Oracle(directory).answer(request).token_ids

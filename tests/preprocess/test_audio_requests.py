@@ -110,6 +110,7 @@ def test_limits_name_the_clip_and_harm_one_request() -> None:
         ([WAV, encoded(clip(1, 1.5))], "audio 2 of 2: is 1.5 s long; the limit max_audio_s is 1"),
         ([b"RIFF"], "audio 1 of 1: is no wav and no flac file"),
         ([np.full(999, np.nan)], "audio 1 of 1: has samples that are no numbers"),
+        ([np.full(999, -1e30, np.float32)], r"audio 1 of 1: has a sample of 1e\+30; give floats between -1 and 1"),
     ):
         with pytest.raises(BadMedia, match=problem):
             processor.process(Request("<audio>" * len(media), media=[Media("audio", each) for each in media]))

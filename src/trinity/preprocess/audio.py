@@ -25,6 +25,7 @@ from trinity.preprocess.media_sources import check_bytes, read_data_uri, read_fi
 
 BYTES_LIMIT = "max_audio_bytes"
 LEAST_RATE = 1000  # samples per second; below there is no sound, and a clip would grow as it is resampled
+_LOUDEST = 2.0**31  # integers of 32 bits as floats: far louder clips make features and logits that are no numbers
 _BLOCK = 1 << 16  # frames that are decoded at a time
 _QUALITY = "soxr_hq"  # as transformers and librosa resample
 _GIVEN = (
@@ -63,6 +64,8 @@ def read_audio(
         mono, given = _guard(lambda data, _: _decode(data, rate, limits, check), plain, limits)
     if not np.isfinite(mono).all():
         raise MediaProblem("has samples that are no numbers (NaN or infinite)")
+    if np.abs(mono).max(initial=0.0) > _LOUDEST:
+        raise MediaProblem(f"has a sample of {np.abs(mono).max():.3g}; give floats between -1 and 1")
     return mono if given == rate else _resample(mono, given, rate)
 
 

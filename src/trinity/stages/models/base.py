@@ -152,15 +152,25 @@ class ModelAdapter:
             raise UnsupportedModel(f"{type(model).__name__} has no {name}: it takes no {kind}")
         accepted = inspect.signature(method).parameters
         found: dict[int, Tensor] = {}
-        for chosen, joined in self.collate(items):
+        for chosen, alone in self.collate(items):
+            wanted = [counts[i] for i in chosen]
+            joined, times = self._with_company(items[chosen[0]], alone) if sum(wanted) == 1 else (alone, 1)
             output = method(**{name: value for name, value in joined.items() if name in accepted}, return_dict=True)
-            rows, wanted = self.feature_rows(output), [counts[i] for i in chosen]
-            if len(rows) != sum(wanted):
+            rows = self.feature_rows(output)
+            if len(rows) != sum(wanted) * times:
                 raise StageError(
                     f"the model gives {len(rows)} {kind} features for {sum(wanted)} placeholders", stage="E"
                 )
-            found.update(zip(chosen, torch.split(rows, wanted), strict=True))
+            found.update(zip(chosen, torch.split(rows[: sum(wanted)], wanted), strict=True))
         return [found[i] for i in range(len(items))]
+
+    def _with_company(self, item: MediaInputs, alone: dict[str, Tensor]) -> tuple[dict[str, Tensor], int]:
+        """Join an item of one feature with itself, where items are joined at all. Returns the inputs, and its times.
+
+        A feature that is alone loses its axis in some models' code (``squeeze`` in Mistral 3), and in company does not.
+        """
+        groups = list(self.collate([item, item]))
+        return (groups[0][1], 2) if len(groups) == 1 else (alone, 1)
 
     def collate(self, items: Sequence[MediaInputs]) -> Iterator[tuple[list[int], dict[str, Tensor]]]:
         """Yield groups of items to encode together: their indices and their joined inputs."""
