@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -12,12 +14,15 @@ from support.attention_scenes import LAYER, Scene, Text, asks, texts
 from trinity.errors import UnsupportedModel
 from trinity.stages.attention.interface import (
     AttentionParams,
+    ChunkRows,
     PagedBatch,
     PagedRows,
+    attending,
     build_mask,
     paged_attention,
     read_attention_params,
 )
+from trinity.stages.attention.kv_rows import LayerSurvey
 from trinity.stages.attention.torch_reference import TorchAttention
 
 
@@ -111,6 +116,20 @@ def test_a_layer_of_another_shape_is_refused_by_name() -> None:
         paged_attention(FakeLayer(1), query, query[:, :2], query[:, :2], None, trinity_batch=batch)
     with pytest.raises(UnsupportedModel, match="does not pass keywords on"):
         paged_attention(FakeLayer(0), query, query, query, None)
+
+
+def test_a_keyword_that_is_not_known_is_refused_by_name_and_never_ignored() -> None:
+    place = torch.zeros(1, dtype=torch.long)
+    rows = PagedRows(place, place, np.ones((0, 0)), np.ones(0), (ChunkRows(0, 1, 0, place),))
+    batch = PagedBatch(rows, torch.zeros(2, 1, 2, 2, 16, 8), TorchAttention())
+    query, key = torch.zeros(1, 4, 1, 8), torch.zeros(1, 2, 1, 8)
+    ordinary: dict[str, Any] = {"scaling": 0.5, "dropout": 0.0, "position_bias": None}
+    for serving in (batch, LayerSurvey()):  # as it loads, and as it runs
+        with attending(serving):
+            paged_attention(FakeLayer(0), query, key, key, None, **ordinary)
+            further = {**ordinary, "position_bias": torch.zeros(1), "sinks": torch.zeros(4)}
+            with pytest.raises(UnsupportedModel, match="FakeLayer gives its attention position_bias, sinks, and"):
+                paged_attention(FakeLayer(0), query, key, key, None, **further)
 
 
 def test_groups_see_each_other_only_within_the_window() -> None:

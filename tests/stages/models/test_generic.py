@@ -57,6 +57,11 @@ def test_types_of_tokens_go_by_their_ids_and_those_of_placeholders_by_the_images
     assert adapter.reads_types, "no CUDA graph keeps them"
 
 
+def test_the_check_of_the_text_model_alone_has_no_token_with_a_type() -> None:
+    adapter = GenericAdapter(CONFIG, MediaFacts(image_token_id=5, token_types={"kinds": {5: 1, 7: 2}, "more": {9: 1}}))
+    assert adapter.placeholder_ids == {5, 7, 9}
+
+
 def test_without_types_the_text_model_is_told_none() -> None:
     adapter = GenericAdapter(CONFIG, MediaFacts(image_token_id=5))
     assert adapter.token_inputs(None, torch.tensor([1]), torch.tensor([False])) == {}

@@ -26,6 +26,15 @@ from trinity.stages.attention.latent import compress_rows, expand_result
 Int64Array = np.ndarray
 PAGED_ATTENTION = "trinity_paged"
 CAUSAL_LAYER = "trinity_causal"  # attribute of a layer whose rows never see what is behind them
+READ_KEYWORDS = frozenset({"scaling", "sliding_window", "softcap", "s_aux"})
+# They change nothing here: dropout is of training, positions are the batch's, masks come of config and batch alone, and
+# the rest says what a model is to return.
+UNREAD_KEYWORDS = frozenset(
+    {
+        *("dropout", "is_causal", "position_ids", "cache_position", "use_cache", "return_dict", "logits_to_keep"),
+        *("output_attentions", "output_hidden_states", "output_router_logits"),
+    }
+)
 LAYER_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
 
 
@@ -216,9 +225,10 @@ def paged_attention(
 ) -> tuple[Tensor, None]:
     """Attend for a transformers attention layer: [1, heads, T, head_dim] in, [1, T, heads, head_dim] out.
 
-    Raises ``UnsupportedModel`` if the layer's keys and values do not go into the cache, or if it is not called within
-    a forward of trinity's.
+    Raises ``UnsupportedModel`` if the layer's keys and values do not go into the cache, if it is not called within a
+    forward of trinity's, or if it asks for what is not done here.
     """
+    refuse_keywords(module, asked)
     batch = find_batch(trinity_batch)
     if isinstance(batch, LayerSurvey):
         return batch.note(module.layer_idx, query, key, value), None
@@ -237,6 +247,16 @@ def paged_attention(
         qkv = (fitted[0][0].transpose(0, 1), fitted[1][0].transpose(0, 1), fitted[2][0].transpose(0, 1))
         seen = _run_half(batch, qkv, params)[..., : value.shape[-1]]
     return seen[None].contiguous(), None
+
+
+def refuse_keywords(module: Any, asked: dict[str, Any]) -> None:
+    """Raise ``UnsupportedModel`` if a layer gives its attention a keyword that is not known here, and not None."""
+    unknown = sorted(
+        name for name, value in asked.items() if value is not None and name not in READ_KEYWORDS | UNREAD_KEYWORDS
+    )
+    if unknown:
+        said = f"gives its attention {', '.join(unknown)}, and paged attention knows no such keyword"
+        raise UnsupportedModel(f"{type(module).__name__} {said}")
 
 
 def _run_half(batch: PagedBatch, qkv: tuple[Tensor, Tensor, Tensor], params: AttentionParams) -> Tensor:

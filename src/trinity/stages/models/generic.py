@@ -49,6 +49,12 @@ class GenericAdapter(ModelAdapter):
         return max(self.facts.axes, super().axes)
 
     @property
+    def placeholder_ids(self) -> frozenset[int]:
+        """Ids of all placeholders, and of tokens with a type: no text alone has them."""
+        typed = {number for kinds in self.facts.token_types.values() for number in kinds}
+        return super().placeholder_ids | typed
+
+    @property
     def reads_types(self) -> bool:
         return bool(self.facts.token_types)
 
