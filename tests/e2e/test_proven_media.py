@@ -109,3 +109,20 @@ def test_an_image_of_one_token_is_served_beside_another(placement: str) -> None:
 
     found = asyncio.run(served())
     assert found.token_ids == Oracle(directory).answer(request).token_ids
+
+
+@pytest.mark.parametrize("placement", ["EPD", "1E1P1D"])
+def test_a_token_with_a_type_that_the_model_writes_is_text(placement: str) -> None:
+    """ERNIE's generate() gives no types as it decodes: by its id the token went to the experts of images."""
+    directory = proven("ernie4_5_vl_moe")
+    verdict = find_verdict(directory)
+    assert verdict is not None
+    kinds = next(iter(verdict.facts.token_types.values()))
+    vocabulary = Oracle(directory).answer(ask(0)).logits.shape[-1]
+    mark = next(number for number in kinds if number != verdict.facts.image_token_id)
+    others = tuple(number for number in range(vocabulary) if number != mark)
+    request = msgspec.structs.replace(ask(1), sampling=Sampling(ignore_eos=True, suppress_tokens=others))
+    requests = [msgspec.structs.replace(request, request_id="0")]
+    (found,), own = asyncio.run(serve(directory, placement, requests)).values(), Oracle(directory).answer(requests[0])
+    assert found[0] == own.token_ids == [mark] * OUTPUTS
+    assert (found[1] - own.logits).abs().max() < 1e-4 * own.logits.abs().max()

@@ -33,6 +33,7 @@ class Chunk:
     - ``feature_at``: indices of the chunk's tokens that they replace.
     - ``groups`` (None): see ``ChunkRows``.
     - ``needs_logits`` (True): the last token is sampled.
+    - ``written`` (0): how many of the last tokens the model wrote itself.
     """
 
     ids: Int64Array
@@ -43,6 +44,7 @@ class Chunk:
     feature_at: Int64Array = field(default_factory=_empty)
     groups: Int64Array | None = None
     needs_logits: bool = True
+    written: int = 0
 
     @property
     def positions(self) -> Int64Array:
@@ -97,6 +99,15 @@ class RaggedBatch:
             return self.feature_rows >= 0
         found = torch.zeros(len(self.ids), dtype=torch.bool, device=self.ids.device)
         return found if self.feature_at is None else found.index_fill_(0, self.feature_at, True)
+
+    @property
+    def written(self) -> Tensor:
+        """Mask of the rows whose tokens the model wrote itself, decoded now or before: bool [T]."""
+        found = torch.zeros(len(self.ids), dtype=torch.bool, device=self.ids.device)
+        found[: self.rows.decodes] = True
+        for chunk in self.rows.chunks:
+            found[chunk.first + chunk.length - chunk.written : chunk.first + chunk.length] = True
+        return found
 
 
 def build_batch(
@@ -163,7 +174,7 @@ def _pad_tables(tables: Int64Array, width: int) -> Int64Array:
 
 def _make_chunk_rows(chunk: Chunk, first: int, put: Callable[[Int64Array], Tensor]) -> ChunkRows:
     groups = None if chunk.groups is None else put(chunk.groups)
-    return ChunkRows(first, len(chunk.ids), chunk.start, put(chunk.table), groups)
+    return ChunkRows(first, len(chunk.ids), chunk.start, put(chunk.table), groups, chunk.written)
 
 
 def _join_rope(decodes: Decodes, chunks: Sequence[Chunk], axes: int) -> Int64Array:

@@ -79,6 +79,7 @@ class OpenRequest:
             feature_at=self.feature_at[low:high] - start,
             groups=self._groups(start, end),
             needs_logits=asked.last,
+            written=min(asked.length, max(0, end - len(self.opening.work.prompt))),
         )
 
     def _rope(self, start: int, end: int) -> np.ndarray:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import LlamaConfig
 
 from trinity.preprocess.verdicts import MediaFacts
+from trinity.stages.batch import Chunk, Decodes, build_batch
 from trinity.stages.models.generic import GenericAdapter
 
 CONFIG = LlamaConfig(hidden_size=2, num_attention_heads=1, num_hidden_layers=4)
@@ -57,6 +59,13 @@ def test_types_of_tokens_go_by_their_ids_and_those_of_placeholders_by_the_images
     assert adapter.reads_types, "no CUDA graph keeps them"
 
 
+def test_what_the_model_writes_has_no_type_whatever_its_id() -> None:
+    adapter = GenericAdapter(CONFIG, MediaFacts(image_token_id=5, token_types={"kinds": {5: 1, 7: 2}}))
+    ids, media = torch.tensor([7, 7, 0, 7]), torch.tensor([False, False, True, False])
+    given = adapter.token_inputs(None, ids, media, torch.tensor([True, False, False, True]))
+    assert given["kinds"].tolist() == [[0, 2, 1, 0]]
+
+
 def test_the_check_of_the_text_model_alone_has_no_token_with_a_type() -> None:
     adapter = GenericAdapter(CONFIG, MediaFacts(image_token_id=5, token_types={"kinds": {5: 1, 7: 2}, "more": {9: 1}}))
     assert adapter.placeholder_ids == {5, 7, 9}
@@ -66,3 +75,11 @@ def test_without_types_the_text_model_is_told_none() -> None:
     adapter = GenericAdapter(CONFIG, MediaFacts(image_token_id=5))
     assert adapter.token_inputs(None, torch.tensor([1]), torch.tensor([False])) == {}
     assert not adapter.reads_types
+
+
+def test_rows_that_are_computed_again_behind_a_prompt_were_written_by_the_model() -> None:
+    table = np.arange(1, 4)
+    chunks = [Chunk(np.arange(5), np.arange(5), 2, table, written=2), Chunk(np.arange(3), np.arange(3), 0, table)]
+    one = Decodes(np.array([9]), np.array([6]), np.array([7]), table[None])
+    batch = build_batch(one, chunks, 4, 1, torch.device("cpu"))
+    assert batch.written.tolist() == [True, False, False, False, True, True, False, False, False]

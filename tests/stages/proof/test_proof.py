@@ -90,8 +90,8 @@ class WrongLayers(GenericAdapter):
 class NoTypes(GenericAdapter):
     """Tokens without their types, by which experts are chosen."""
 
-    def token_inputs(self, text: Any, ids: Tensor, media: Tensor) -> dict[str, Any]:
-        return dict.fromkeys(super().token_inputs(text, ids, media))
+    def token_inputs(self, text: Any, ids: Tensor, media: Tensor, written: Tensor | None = None) -> dict[str, Any]:
+        return dict.fromkeys(super().token_inputs(text, ids, media, written))
 
 
 class WrongAxis(GenericAdapter):

@@ -76,6 +76,7 @@ class ChunkRows:
     - ``table``: block table, int64 [blocks]: the request's KV blocks from position 0.
     - ``groups`` ([length], None): rows of one group ≥ 0 see each other in both directions (Gemma 3's images); -1 is
       causal.
+    - ``written`` (0): how many of the last rows are of tokens that the model wrote itself.
     """
 
     first: int
@@ -83,6 +84,7 @@ class ChunkRows:
     start: int
     table: Tensor
     groups: Tensor | None = None
+    written: int = 0
 
     @property
     def end(self) -> int:

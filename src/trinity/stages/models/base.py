@@ -215,10 +215,11 @@ class ModelAdapter:
         mask[0, at] = True
         return {"visual_pos_masks": mask, "deepstack_visual_embeds": list(further.chunk(self.deepstack, -1))}
 
-    def token_inputs(self, text: Any, ids: Tensor, media: Tensor) -> dict[str, Any]:
+    def token_inputs(self, text: Any, ids: Tensor, media: Tensor, written: Tensor | None = None) -> dict[str, Any]:
         """Make keywords of the text model ``text`` that depend on token ids, not on embeddings alone (Gemma 4).
 
-        ``ids``, ``media`` ([rows]): of the batch's tokens; which of them are placeholders, whose ids are 0.
+        - ``ids``, ``media`` ([rows]): of the batch's tokens; which of them are placeholders, whose ids are 0.
+        - ``written`` ([rows], None): which of them the model wrote itself; given where ``reads_types``.
         """
         return {}
 

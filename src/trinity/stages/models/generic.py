@@ -132,8 +132,9 @@ class GenericAdapter(ModelAdapter):
             return RotaryPositions(None, self.facts.first)
         return super().positions(model, prompt, spans, kinds)
 
-    def token_inputs(self, text: Any, ids: Tensor, media: Tensor) -> dict[str, Any]:
-        found = {name: self._find_types(kinds, ids, media) for name, kinds in self.facts.token_types.items()}
+    def token_inputs(self, text: Any, ids: Tensor, media: Tensor, written: Tensor | None = None) -> dict[str, Any]:
+        typed = ids if written is None else ids.masked_fill(written, -1)  # generate() gives no types as it decodes
+        found = {name: self._find_types(kinds, typed, media) for name, kinds in self.facts.token_types.items()}
         if not getattr(self.text_config, "hidden_size_per_layer_input", 0):
             return found
         padded = torch.where(media, self.text_config.pad_token_id or 0, ids)  # as the models' own forward has it

@@ -231,7 +231,8 @@ class LoadedModel:
     def _run_text(self, batch: RaggedBatch, paged: PagedBatch, image: Tensor | None) -> Tensor:
         text = self.adapter.language(self.language)
         embeds, further = self._embed(text.get_input_embeddings()(batch.ids), batch, image)
-        further |= self.adapter.token_inputs(text, batch.ids, batch.media)
+        written = batch.written if self.adapter.reads_types else None
+        further |= self.adapter.token_inputs(text, batch.ids, batch.media, written)
         try:
             output = text(
                 inputs_embeds=embeds[None],
