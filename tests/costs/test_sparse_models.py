@@ -20,10 +20,20 @@ from trinity.errors import ConfigError
 from trinity.simulation.compiled_engine import COSTS, name_cost
 from trinity.testing.any_text_checkpoint import make_small_config
 
-MIXTURES = ("axk1", "deepseek_v2", "deepseek_v3", "dots1", "exaone_moe", "flex_olmo", "glm4_moe", "glm4_moe_lite")
+MIXTURES = (
+    "axk1",
+    "deepseek_v2",
+    "deepseek_v3",
+    "deepseek_v32",
+    "dots1",
+    "exaone_moe",
+    "flex_olmo",
+    "glm4_moe",
+    "glm4_moe_lite",
+)
 MORE = ("gpt_oss", "granitemoe", "granitemoeshared", "minimax_m2", "mixtral", "olmoe", "phimoe")
 QWEN = ("qwen2_moe", "qwen3_moe")
-LATENT = ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "minicpm3", "youtu")
+LATENT = ("axk1", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "minicpm3", "youtu")
 
 
 def empty(model_type: str, **fields: Any) -> tuple[Any, ModelShape]:
@@ -67,7 +77,8 @@ def test_a_token_s_bytes_are_those_of_latent_rows(model_type: str) -> None:
     config = make_small_config(model_type)
     _, shape = empty(model_type)
     assert shape.language.latent is not None
-    assert shape.kv_bytes == config.num_hidden_layers * (config.kv_lora_rank + config.qk_rope_head_dim) * 2
+    index = getattr(config, "index_head_dim", 0)  # the key by which an indexer chooses tokens
+    assert shape.kv_bytes == config.num_hidden_layers * (config.kv_lora_rank + config.qk_rope_head_dim + index) * 2
     assert EmulatedShape.of(shape).row_bytes(KV) * shape.language.layers == shape.kv_bytes
 
 

@@ -53,6 +53,16 @@ def _list(fields: ConfigFields, name: str) -> list[object]:
     return list(listed)
 
 
+def _read_indexer(fields: ConfigFields) -> dict[str, int]:
+    """Read the sizes of the indexer beside latent attention; {} where none chooses tokens."""
+    if not get_optional(fields, "language", "index_topk", 0):
+        return {}
+    return {
+        "index": get_optional(fields, "language", "index_head_dim", 0),
+        "index_heads": get_optional(fields, "language", "index_n_heads", 0),
+    }
+
+
 def read_latent(fields: ConfigFields) -> LatentShape | None:
     """Read the latent attention of a text model; None where it has keys and values of each head.
 
@@ -67,4 +77,5 @@ def read_latent(fields: ConfigFields) -> LatentShape | None:
         plain=plain,
         value=get_optional(fields, "language", "v_head_dim", plain),
         query_rank=get_optional(fields, "language", "q_lora_rank", 0),
+        **_read_indexer(fields),
     )

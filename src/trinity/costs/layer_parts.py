@@ -63,6 +63,8 @@ class LatentShape(msgspec.Struct, frozen=True, kw_only=True):
     plain (elements): width of a head's key without it.
     value (elements): width of a head's value.
     query_rank (elements, 0): width of a query's latent; 0: queries have none.
+    index (elements, 0): width of the key by which an indexer chooses tokens, a part of the row; 0: there is none.
+    index_heads (heads, 0): of an indexer's queries.
 
     Raises ``ConfigError`` for values out of range.
     """
@@ -72,23 +74,30 @@ class LatentShape(msgspec.Struct, frozen=True, kw_only=True):
     plain: int
     value: int
     query_rank: int = 0
+    index: int = 0
+    index_heads: int = 0
 
     def __post_init__(self) -> None:
-        if min(self.rank, self.rotated, self.plain, self.value) < 1 or self.query_rank < 0:
+        least = min(self.query_rank, self.index, self.index_heads)
+        if min(self.rank, self.rotated, self.plain, self.value) < 1 or least < 0:
             raise ConfigError(f"{self!r}: widths must be at least 1")
 
     @property
     def row(self) -> int:
         """Elements that the KV cache holds of a token in one layer."""
-        return self.rank + self.rotated
+        return self.rank + self.rotated + self.index
 
     def weights(self, width: int, heads: int) -> int:
         """Weights of a layer's attention."""
         asked, rank = heads * (self.plain + self.rotated), self.query_rank
         queries = rank * (width + asked) if rank else width * asked
         rows = width * self.row + self.rank * heads * (self.plain + self.value)
-        return queries + rows + heads * self.value * width
+        chosen = self.index_heads * (self.index * (rank or width) + width)
+        return queries + rows + chosen + heads * self.value * width
 
     def attended(self, heads: int) -> int:
-        """Multiply-adds of one query and one row: the score and the weighted latent."""
-        return heads * (self.row + self.rank)
+        """Multiply-adds of one query and one row: the score and the weighted latent, and an indexer's scores.
+
+        All rows are read, and those that are not chosen hidden.
+        """
+        return heads * (2 * self.rank + self.rotated) + self.index_heads * self.index

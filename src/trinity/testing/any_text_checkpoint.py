@@ -47,7 +47,7 @@ _BY_SIZE: tuple[tuple[int, str], ...] = (
         _HEADS,
         "num_attention_heads n_head n_heads num_heads attention_heads decoder_attention_heads "
         "encoder_attention_heads num_decoder_attention_heads num_encoder_attention_heads swa_num_attention_heads "
-        "linear_num_value_heads linear_num_heads index_n_heads num_attention_heads_per_layer zero_expert_num",
+        "linear_num_value_heads linear_num_heads num_attention_heads_per_layer zero_expert_num",
     ),
     (
         2,
@@ -71,7 +71,7 @@ _BY_SIZE: tuple[tuple[int, str], ...] = (
         _HEAD_DIM,
         "head_dim qk_nope_head_dim kv_channels d_head dim_head swa_head_dim linear_head_dim linear_key_head_dim "
         "linear_value_head_dim mamba_head_dim mamba_d_head mamba_headdim index_head_dim attention_head_dim "
-        "global_head_dim o_lora_rank query_pre_attn_scalar index_topk",
+        "global_head_dim o_lora_rank query_pre_attn_scalar index_topk index_n_heads",
     ),
     (12, "v_head_dim"),
     (24, "kv_lora_rank q_lora_rank"),

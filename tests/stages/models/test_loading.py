@@ -304,7 +304,8 @@ def test_the_head_of_a_registered_adapter_is_not_gone_past(tmp_path: Path, monke
 @pytest.mark.parametrize(
     ("model_type", "fields", "why"),
     [
-        ("deepseek_v32", {}, "indexed_attention layers"),
+        ("deepseek_v4", {}, "_attention layers"),
+        ("deepseek_v32", {"qk_nope_head_dim": 0}, "indexed_attention layers .* no latents"),
         ("llama", {"rope_parameters": {"rope_type": "longrope", **LONG}}, "'longrope'"),
         ("gemma3_text", {"rope_parameters": {"full_attention": {"rope_type": "longrope", **LONG}}}, "'longrope'"),
     ],

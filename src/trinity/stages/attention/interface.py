@@ -21,12 +21,12 @@ from torch import Tensor
 
 from trinity.errors import UnsupportedModel
 from trinity.stages.attention.kv_rows import KvRow, LayerSurvey, fit_rows
-from trinity.stages.attention.latent import compress_rows, expand_result
+from trinity.stages.attention.latent import INDEXED, compress_rows, expand_result
 
 Int64Array = np.ndarray
 PAGED_ATTENTION = "trinity_paged"
 CAUSAL_LAYER = "trinity_causal"  # attribute of a layer whose rows never see what is behind them
-READ_KEYWORDS = frozenset({"scaling", "sliding_window", "softcap", "s_aux"})
+READ_KEYWORDS = frozenset({"scaling", "sliding_window", "softcap", "s_aux", "indices"})
 # They change nothing here: dropout is of training, positions are the batch's, masks come of config and batch alone, and
 # the rest says what a model is to return.
 UNREAD_KEYWORDS = frozenset(
@@ -35,7 +35,7 @@ UNREAD_KEYWORDS = frozenset(
         *("output_attentions", "output_hidden_states", "output_router_logits"),
     }
 )
-LAYER_KINDS = ("full_attention", "sliding_attention", "chunked_attention")
+LAYER_KINDS = ("full_attention", "sliding_attention", "chunked_attention", INDEXED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +48,7 @@ class AttentionParams:
     - ``span`` (positions, None): a row sees only positions of its own run of ``span`` (Llama 4's chunked attention).
     - ``softcap`` (None): a score becomes softcap · tanh(score / softcap).
     - ``sinks`` ([heads], None): one more score per head that takes part in the softmax and has no value.
+    - ``chosen`` ([T, most], None): positions that each row attends to among those that it sees; -1 is none.
     """
 
     layer: int
@@ -56,6 +57,7 @@ class AttentionParams:
     span: int | None = None
     softcap: float | None = None
     sinks: Tensor | None = None
+    chosen: Tensor | None = None
 
     def first_seen(self, positions: np.ndarray) -> np.ndarray:
         """Return the first position visible to a row at each of ``positions``."""
@@ -140,7 +142,8 @@ class AttentionBackend(Protocol):
 
         ``cache`` is [blocks, layers, 2, kv_heads, block_rows, head_dim]; ``qkv`` are the batch's query
         [T, heads, head_dim], key and value [T, kv_heads, head_dim]. Returns [T, heads, head_dim]. A cache of latent
-        rows is [blocks, layers, 1, 1, block_rows, width]: key and value are the same row, which is held once.
+        rows is [blocks, layers, 1, 1, block_rows, width]: key and value are the same row, which is held once. If these
+        are narrower than the cache, its rows end in keys of an indexer, which are written already.
         """
         ...
 
@@ -275,6 +278,7 @@ def _run_half(batch: PagedBatch, qkv: tuple[Tensor, Tensor, Tensor], params: Att
 def read_attention_params(module: Any, head_dim: int, asked: dict[str, Any]) -> AttentionParams:
     """Read a layer's attention from its keywords, or from its config where transformers would only use a mask."""
     scale, window, span = asked.get("scaling"), asked.get("sliding_window"), None
+    chosen = asked.get("indices")
     kinds = getattr(module.config, "layer_types", None)
     if kinds is not None:
         kind = kinds[module.layer_idx]
@@ -282,6 +286,8 @@ def read_attention_params(module: Any, head_dim: int, asked: dict[str, Any]) -> 
             window = module.config.sliding_window
         elif kind == "chunked_attention":
             span = module.config.attention_chunk_size
+        elif kind == INDEXED and chosen is None:
+            raise UnsupportedModel(f"layer {module.layer_idx} ({type(module).__name__}) chooses no tokens by indices")
     return AttentionParams(
         layer=kv_layer(module),
         scale=head_dim**-0.5 if scale is None else scale,
@@ -289,6 +295,7 @@ def read_attention_params(module: Any, head_dim: int, asked: dict[str, Any]) -> 
         span=span,
         softcap=asked.get("softcap"),
         sinks=asked.get("s_aux"),
+        chosen=None if chosen is None else chosen[0],
     )
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from trinity.errors import UnsupportedModel
 
+INDEXED = "indexed_attention"  # kind of layer in configs
 _EXPANSION = "trinity_expansion"
 _WIDTHS = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim")
 _given = threading.local()  # latent: the newest projection of this thread and what it was given
@@ -42,9 +43,21 @@ class Expansion:
 
 
 def find_latent_width(text: Any) -> tuple[int, int] | None:
-    """Return the widths of a latent and of the rotated part by a text model's config; None without latent attention."""
-    rank, rope, plain = (getattr(text, name, None) or 0 for name in _WIDTHS)
+    """Return the widths of a latent and of the rotated part by a text model's config; None without latent attention.
+
+    Raises ``UnsupportedModel`` if they differ from layer to layer.
+    """
+    try:
+        rank, rope, plain = (getattr(text, name, None) or 0 for name in _WIDTHS)
+    except Exception as exc:  # transformers' own, which older releases do not have
+        raise UnsupportedModel(f"the widths of its latents differ from layer to layer ({exc!s:.100})") from exc
     return (rank, rope) if rank and rope and plain else None
+
+
+def find_index_width(text: Any) -> int:
+    """Return the width of the keys by which indexers choose tokens, by a text model's config; 0 without indexers."""
+    indexed = INDEXED in (getattr(text, "layer_types", None) or ())
+    return int(getattr(text, "index_head_dim", None) or 0) if indexed else 0
 
 
 def watch_expansions(model: Any) -> int:

@@ -70,8 +70,10 @@ class TorchAttention:
         if places is None:
             places = rows.memo["places"] = _cache_rows(rows, cache)
         both = torch.cat((key, value)) if parts == 2 else key
-        fresh = round_to(both.reshape(-1, width), cache.dtype)
-        storage(cache).view(-1, width).index_copy_(0, places + layer * parts * heads * height, storage(fresh))
+        own = both.shape[-1]  # narrower than the cache where its rows end in keys of an indexer
+        fresh = round_to(both.reshape(-1, own), cache.dtype)
+        held = storage(cache).view(-1, width)[:, :own]
+        held.index_copy_(0, places + layer * parts * heads * height, storage(fresh))
 
     # ------------------------------------------------------------ decode rows
 
@@ -110,14 +112,16 @@ class TorchAttention:
     def _decode(self, group: _DecodeGroup, cache: Tensor, query: Tensor, params: AttentionParams) -> Tensor:
         parts, heads, width = cache.shape[2], cache.shape[3], cache.shape[5]
         pairs = group.rows * heads
-        held = self._gather(cache, group.pieces, params.layer).view(parts, pairs, -1, width).to(query.dtype)
-        own = query[group.first : group.first + group.rows].reshape(pairs, -1, width)
+        own = query[group.first : group.first + group.rows].reshape(pairs, -1, query.shape[-1])
+        held = self._gather(cache, group.pieces, params.layer).view(parts, pairs, -1, width)
+        held = held[..., : own.shape[-1]].to(query.dtype)
+        bias = group.bias if params.chosen is None else _choose_decodes(group, params.chosen)
         if params.softcap is None:
-            scores = torch.baddbmm(group.bias, own, held[0].transpose(1, 2), alpha=params.scale)
+            scores = torch.baddbmm(bias, own, held[0].transpose(1, 2), alpha=params.scale)
         else:
-            scores = _cap(own @ held[0].transpose(1, 2) * params.scale, params.softcap) + group.bias
+            scores = _cap(own @ held[0].transpose(1, 2) * params.scale, params.softcap) + bias
         sinks = None if params.sinks is None else params.sinks.view(heads, -1).repeat(group.rows, 1)
-        return torch.bmm(_softmax(scores, sinks), held[-1]).view(group.rows, -1, width)
+        return torch.bmm(_softmax(scores, sinks), held[-1]).view(group.rows, -1, own.shape[-1])
 
     def _gather(self, cache: Tensor, pieces: Tensor, layer: int) -> Tensor:
         """Gather the pieces of one layer into memory that the next gather overwrites."""
@@ -147,16 +151,17 @@ class TorchAttention:
         query, keys, values = (part[chunk.first : chunk.first + chunk.length].transpose(0, 1) for part in qkv)
         if plan.pieces is not None:
             held = self._gather(cache, plan.pieces, params.layer).to(query.dtype)
-            both = held.view(*cache.shape[2:4], -1, cache.shape[5])
+            both = held.view(*cache.shape[2:4], -1, cache.shape[5])[..., : query.shape[-1]]
             keys, values = both[0], both[-1]
         elif cache.dtype != query.dtype:  # as later chunks will see them
             keys, values = (round_like(part, cache.dtype) for part in (keys, values))
         group = query.shape[0] // keys.shape[0]
         keys, values = (_repeat_heads(part, group) for part in (keys, values))
+        mask = plan.mask if params.chosen is None else _choose_rows(chunk, plan.mask, keys.shape[1], params.chosen)
         if params.softcap is not None or params.sinks is not None:
-            return _attend_explicitly(query, keys, values, plan.mask, params)
+            return _attend_explicitly(query, keys, values, mask, params)
         seen = scaled_dot_product_attention(
-            query[None], keys[None], values[None], attn_mask=plan.mask, is_causal=plan.mask is None, scale=params.scale
+            query[None], keys[None], values[None], attn_mask=mask, is_causal=mask is None, scale=params.scale
         )
         return seen[0].transpose(0, 1)
 
@@ -228,6 +233,29 @@ def _align_groups(groups: Tensor, before: int, total: int) -> Tensor:
     spread = groups.new_full((total,), -1)
     spread[before : before + len(groups)] = groups
     return spread
+
+
+def _choose_decodes(group: _DecodeGroup, chosen: Tensor) -> Tensor:
+    """Hide from decode rows what they did not choose: a bias as the group's."""
+    kept = _spread(chosen[group.first : group.first + group.rows], group.positions)
+    heads = len(group.bias) // group.rows
+    return group.bias.masked_fill(~kept.repeat_interleave(heads, 0)[:, None], -torch.inf)
+
+
+def _choose_rows(chunk: ChunkRows, mask: Tensor | None, keys: int, chosen: Tensor) -> Tensor:
+    """Hide from a chunk's rows what they did not choose of ``keys`` positions.
+
+    ``mask``: what they see; None: what is causal.
+    """
+    kept = _spread(chosen[chunk.first : chunk.first + chunk.length], keys)
+    return kept.tril_(chunk.start) if mask is None else kept & mask
+
+
+def _spread(chosen: Tensor, positions: int) -> Tensor:
+    """Turn positions [rows, most] that are chosen into a mask [rows, positions]; negative ones are none."""
+    kept = torch.zeros((len(chosen), positions + 1), dtype=torch.bool, device=chosen.device)
+    kept.scatter_(1, torch.where(chosen < 0, positions, chosen).long(), True)
+    return kept[:, :positions]
 
 
 def _attend_explicitly(

@@ -21,7 +21,7 @@ from trinity.core.messages import MediaSpan
 from trinity.errors import StageError, UnsupportedModel
 from trinity.preprocess.media_kinds import kind_names
 from trinity.stages.attention.kv_rows import KvRow
-from trinity.stages.attention.latent import find_latent_width
+from trinity.stages.attention.latent import find_index_width, find_latent_width
 
 MediaInputs = Mapping[str, Tensor]
 
@@ -100,9 +100,9 @@ class ModelAdapter:
 
     @property
     def latent_row(self) -> KvRow | None:
-        """The row of latent attention; None without it."""
+        """The row of latent attention, with the key of an indexer where one chooses tokens; None without it."""
         widths = find_latent_width(self.text_config)
-        return None if widths is None else KvRow(1, 1, sum(widths))
+        return None if widths is None else KvRow(1, 1, sum(widths) + find_index_width(self.text_config))
 
     @property
     def reads_types(self) -> bool:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from trinity.errors import UnsupportedModel
 from trinity.stages.attention.interface import LAYER_KINDS, PAGED_ATTENTION
+from trinity.stages.attention.latent import INDEXED, find_index_width
 from trinity.stages.attention.torch_reference import TorchAttention
 from trinity.stages.batch import NO_DECODES, Chunk, Decodes, RaggedBatch, build_batch
 from trinity.stages.kernels.probes import FAR_POSITIONS, find_limits
@@ -19,6 +20,7 @@ from trinity.stages.kernels.swaps import drop_swaps, without_swaps
 from trinity.stages.models.base import ModelAdapter
 from trinity.stages.models.float32_forward import in_float32
 from trinity.stages.models.generic import GenericAdapter
+from trinity.stages.models.indexers import choosing_few
 from trinity.stages.models.loaded_model import LoadedModel
 from trinity.stages.models.registry import HOW_TO_ADD, known_models
 from trinity.stages.models.state_probe import STATE_KINDS, STATELESS_KINDS, list_layer_kinds
@@ -27,6 +29,7 @@ from trinity.stages.models.states import StateLayout, StateStep
 logger = logging.getLogger("trinity")
 
 _LENGTH, _CUT, _MOST_STARTS, _LEAST_STARTS = 23, 9, 10, 3
+_CHOSEN = 6  # tokens that an indexer may choose in a check: less than half of a prompt
 _TOLERANCE = 1e-3  # relative to the largest logit; float32 is exact to about 1e-6
 _QUANTISED_TOLERANCE = 3e-2  # of layers that round their inputs: transformers in two chunks is 2e-2 off itself in one
 _NOISES = 4.0  # the largest honest ratio of 68 text types is 1.08
@@ -42,6 +45,11 @@ def refuse_layers(adapter: ModelAdapter) -> None:
         raise UnsupportedModel(
             f"{adapter.config.model_type!r} has {', '.join(beyond)} layers in its text model ({text.model_type}); "
             f"a paged KV cache serves {', '.join(LAYER_KINDS)} layers, and blocks of states {', '.join(STATE_KINDS)}"
+        )
+    if INDEXED in list_layer_kinds(text) and not (adapter.latent_row and find_index_width(text)):
+        raise UnsupportedModel(
+            f"{adapter.config.model_type!r} has {INDEXED} layers in its text model ({text.model_type}) whose keys are "
+            "no latents, or whose indexers have no index_head_dim: an indexer's key is the end of a latent row"
         )
     if _LENGTH_DEPENDENT_ROPE in _rope_types(getattr(text, "rope_parameters", None) or {}):
         raise UnsupportedModel(
@@ -72,7 +80,7 @@ def self_check(model: LoadedModel) -> None:
         if model.states is not None:  # of several requests at once, however short the context
             starts += [0] * (_LEAST_STARTS - len(starts))
         ids = _make_prompts(model, len(starts))
-        with without_swaps(model.language) as swapped:
+        with without_swaps(model.language) as swapped, choosing_few(model.language, _CHOSEN):
             error, allowed, exact = _compare_plain(model, ids, starts)
         if error <= allowed and swapped and _error_of(_paged_logits(model, ids, starts), exact, model.dtype) > allowed:
             logger.warning("%s runs without kernels: through them its logits differ from its own", named)

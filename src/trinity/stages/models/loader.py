@@ -38,6 +38,7 @@ from trinity.stages.kernels.native_linear import is_native_faster, use_native_pr
 from trinity.stages.models.base import ModelAdapter, find_head
 from trinity.stages.models.checks import refuse_layers, self_check, set_attention
 from trinity.stages.models.generic import GenericAdapter
+from trinity.stages.models.indexers import watch_indexers
 from trinity.stages.models.loaded_model import LoadedModel
 from trinity.stages.models.partial_models import find_model_class, make_partial_class
 from trinity.stages.models.quantization import (
@@ -363,6 +364,7 @@ def _fit_part(model: Any, adapter: ModelAdapter, name: str) -> None:
     if name == "language":
         set_attention(model, adapter, PAGED_ATTENTION)
         watch_expansions(adapter.language(model))
+        watch_indexers(adapter.language(model))
         model.trinity_counts = answer_counts(adapter.language(model))
         adapter.mark_layers(model)
         if is_known_text(adapter):

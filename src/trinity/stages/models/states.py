@@ -8,9 +8,8 @@ may run again after a failure.
 
 from __future__ import annotations
 
-import inspect
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
@@ -21,13 +20,11 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trinity.errors import UnsupportedModel
 from trinity.stages.attention.interface import PagedRows
+from trinity.stages.models.picked_rows import RowPick, flatten_rows, pick_rows, read_call
 from trinity.stages.uploads import upload
 
 ALIGN_BYTES = 64  # of each state in a block
-CACHE_NAMES = ("cache_params", "past_key_values", "past_key_value")  # parameters that take a cache
-_Rows = Callable[[Tensor], Tensor]  # picks rows out of [1, T, ...]
 _running = threading.local()  # parts are shared by instances, each on a thread of its own
 
 
@@ -123,7 +120,7 @@ class StateStep:
             self._runs.append(_Run(chunk.first, 1, chunk.length, not chunk.start, slice(place, place + 1)))
         self._new: dict[StatePiece, list[tuple[slice, Tensor]]] = {}
 
-    def run(self, layer: int, rows: int, call: Callable[[_Rows, Any], Any]) -> Any:
+    def run(self, layer: int, rows: int, call: Callable[[RowPick, Any], Any]) -> Any:
         """Run one module over its requests; ``call`` runs it on picked rows with a cache. Returns [1, rows, ...]."""
         found = []
         for run in self._runs:
@@ -134,7 +131,7 @@ class StateStep:
             else:
                 output = call(run.pick, cache)
             self._keep(layer, run, cache)
-            found.append(_flatten(output))
+            found.append(flatten_rows(output))
         return _join(found, 1)
 
     def commit(self) -> None:
@@ -181,15 +178,8 @@ class StateStep:
             self._new[piece] = [*others, (run.sequences, value)]
 
 
-def _one_of(run: _Run, at: int) -> _Rows:
+def _one_of(run: _Run, at: int) -> RowPick:
     return lambda value: run.pick(value)[:, at : at + 1]
-
-
-def _flatten(output: Any) -> Any:
-    """Put the rows of [sequences, length, ...] one behind the other: [1, rows, ...]."""
-    if isinstance(output, tuple):
-        return tuple(_flatten(each) for each in output)
-    return output.reshape(1, -1, *output.shape[2:]) if isinstance(output, Tensor) else output
 
 
 def _join(outputs: Sequence[Any], axis: int) -> Any:
@@ -219,56 +209,19 @@ class StatefulModule(nn.Module):
         own, step = super().forward, getattr(_running, "step", None)
         if step is None:
             return own(*given, **named)
-        call = _read_call(type(self).__mro__[2])
+        call = read_call(type(self).__mro__[2])
         arguments = call.bind(self, given, named)
         total = arguments[call.rows].shape[1]
 
-        def run(pick: _Rows, cache: Any) -> Any:
-            picked = {name: _pick(value, pick, total) for name, value in arguments.items()}
+        def run(pick: RowPick, cache: Any) -> Any:
+            picked = {name: pick_rows(value, pick, total) for name, value in arguments.items()}
             return own(**{**picked, call.cache: cache})
 
         return step.run(self.trinity_state_layer, total, run)
 
 
-def _pick(value: Any, pick: _Rows, total: int) -> Any:
-    """Pick rows of what has a row for each token; all else is for all of them."""
-    if isinstance(value, tuple):
-        return tuple(_pick(each, pick, total) for each in value)
-    counts_rows = isinstance(value, Tensor) and value.ndim > 1 and value.shape[:2] == (1, total)
-    return pick(value) if counts_rows else value
-
-
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """Call of a forward: names of its first parameter, which has the rows, and of the one that takes a cache."""
-
-    signature: inspect.Signature
-    rows: str
-    cache: str
-
-    def bind(self, module: Any, given: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
-        """Name every argument, without trinity's own."""
-        bound = self.signature.bind(module, *given, **named).arguments
-        spread = next((one.name for one in self.signature.parameters.values() if one.kind is one.VAR_KEYWORD), "")
-        arguments = {**bound, **bound.get(spread, {})}
-        for name in (next(iter(self.signature.parameters)), spread, "trinity_batch"):
-            arguments.pop(name, None)
-        return arguments
-
-
-@cache
-def _read_call(kind: type) -> _Call:
-    """Read how a class's forward is called. Raises ``UnsupportedModel`` if it takes no cache."""
-    signature = inspect.signature(kind.forward)  # type: ignore[attr-defined]
-    names = list(signature.parameters)
-    taken = [name for name in CACHE_NAMES if name in names]
-    if not taken:
-        raise UnsupportedModel(f"{kind.__name__} keeps states, and its forward takes none of {', '.join(CACHE_NAMES)}")
-    return _Call(signature, names[1], taken[0])
-
-
 @cache
 def make_stateful_class(kind: type) -> type:
     """Derive the class of a module whose states are kept in blocks. Raises ``UnsupportedModel``."""
-    _read_call(kind)
+    read_call(kind)
     return type(kind.__name__, (StatefulModule, kind), {"__module__": kind.__module__})

@@ -24,6 +24,7 @@ from trinity.stages.encode import EncodeStage
 from trinity.stages.language import LanguageStage
 from trinity.stages.models.checks import refuse_layers, set_attention
 from trinity.stages.models.generic import GenericAdapter
+from trinity.stages.models.indexers import watch_indexers
 from trinity.stages.models.loaded_model import LoadedModel
 from trinity.stages.models.state_probe import prepare_states
 from trinity.stages.models.whole_forward import survey_text
@@ -184,6 +185,7 @@ class TriedModel:
         language = self.adapter.language(self.loaded.language)
         answer_counts(language)
         watch_expansions(language)
+        watch_indexers(language)
         self.adapter.mark_layers(self.loaded.language)
         own = language.config._attn_implementation
         set_attention(self.loaded.language, self.adapter, PAGED_ATTENTION)
