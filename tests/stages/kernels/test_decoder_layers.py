@@ -299,7 +299,7 @@ def test_a_hook_of_every_module_is_not_passed_by(ways: list[str]) -> None:
 @torch.inference_mode()
 @pytest.mark.parametrize(
     "more",
-    [{"attention_mask": torch.zeros(1, 1, 8, 8)}, {"further": 1}, {"use_cache": True}],
+    [{"attention_mask": torch.zeros(1, 1, 8, 8)}, {"return_dict": True}, {"use_cache": True}],
     ids=("mask", "unknown", "cache"),
 )
 def test_a_keyword_that_was_not_there_at_load_is_not_ignored(more: dict[str, Any], ways: list[str]) -> None:

@@ -152,7 +152,7 @@ def test_a_backend_that_knows_no_halves_runs_the_whole_layer() -> None:
 
 
 @pytest.mark.usefixtures("always")
-@pytest.mark.parametrize("odd", [{"bias": torch.ones(37)}, {"position_ids": torch.ones(1, 5)}])
+@pytest.mark.parametrize("odd", [{"cache_position": torch.ones(37)}, {"position_ids": torch.ones(1, 5)}])
 def test_a_layer_that_is_given_more_than_is_known_runs_whole(odd: dict[str, Tensor]) -> None:
     solo = Solo()
     layer = solo.model.adapter.language(solo.model.language).layers[-1]
