@@ -62,10 +62,11 @@ def read_audio(
         mono = np.ascontiguousarray(_mix(found))
     else:
         mono, given = _guard(lambda data, _: _decode(data, rate, limits, check), plain, limits)
-    if not np.isfinite(mono).all():
+    loudest = float(np.abs(mono).max(initial=0.0))  # NaN if one is
+    if not math.isfinite(loudest):
         raise MediaProblem("has samples that are no numbers (NaN or infinite)")
-    if np.abs(mono).max(initial=0.0) > _LOUDEST:
-        raise MediaProblem(f"has a sample of {np.abs(mono).max():.3g}; give floats between -1 and 1")
+    if loudest > _LOUDEST:
+        raise MediaProblem(f"has a sample of {loudest:.3g}; give floats between -1 and 1")
     return mono if given == rate else _resample(mono, given, rate)
 
 

@@ -35,6 +35,7 @@ UNREAD_KEYWORDS = frozenset(
         *("output_attentions", "output_hidden_states", "output_router_logits"),
     }
 )
+_KNOWN_KEYWORDS = READ_KEYWORDS | UNREAD_KEYWORDS
 LAYER_KINDS = ("full_attention", "sliding_attention", "chunked_attention", INDEXED)
 
 
@@ -256,9 +257,7 @@ def paged_attention(
 
 def refuse_keywords(module: Any, asked: dict[str, Any]) -> None:
     """Raise ``UnsupportedModel`` if a layer gives its attention a keyword that is not known here, and not None."""
-    unknown = sorted(
-        name for name, value in asked.items() if value is not None and name not in READ_KEYWORDS | UNREAD_KEYWORDS
-    )
+    unknown = sorted(name for name in asked.keys() - _KNOWN_KEYWORDS if asked[name] is not None)
     if unknown:
         said = f"gives its attention {', '.join(unknown)}, and paged attention knows no such keyword"
         raise UnsupportedModel(f"{type(module).__name__} {said}")

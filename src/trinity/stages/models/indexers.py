@@ -35,6 +35,7 @@ class IndexerModule(nn.Module):
 
     index_topk: int
     trinity_layer: tuple[Any]  # the layer that it is of, which is no part of it
+    trinity_width: int  # of a key
 
     def forward(self, *given: Any, **named: Any) -> Any:
         own, batch = super().forward, find_batch()
@@ -46,7 +47,7 @@ class IndexerModule(nn.Module):
         found = []
         for run in _list_runs(batch.rows, self._count_bytes(), batch.cache.device):
             picked = {name: pick_rows(value, run.pick, total) for name, value in arguments.items()}
-            keys = IndexKeys(run, batch.cache, kv_layer(self.trinity_layer[0]), find_index_width(self.config))
+            keys = IndexKeys(run, batch.cache, kv_layer(self.trinity_layer[0]), self.trinity_width)
             chosen = own(**{**picked, _MASK: run.seen, call.cache: keys})
             if not keys.asked:
                 raise UnsupportedModel(f"{type(self).__name__} chooses tokens without the keys that its cache holds")
@@ -57,7 +58,7 @@ class IndexerModule(nn.Module):
     def _count_bytes(self) -> int:
         """Count the bytes of scores and keys that one row makes of each token before it."""
         heads: int = getattr(self.config, "index_n_heads", 1)
-        return 4 * (heads + find_index_width(self.config))
+        return 4 * (heads + self.trinity_width)
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,13 +158,14 @@ def watch_indexers(model: Any) -> int:
     found = 0
     for layer in model.modules():
         for indexer in layer.children():
-            if not hasattr(indexer, "index_topk") or not find_index_width(getattr(indexer, "config", None)):
+            width = find_index_width(getattr(indexer, "config", None)) if hasattr(indexer, "index_topk") else 0
+            if not width:
                 continue
             found += 1
             if not isinstance(indexer, IndexerModule):
                 kind: Any = type(indexer)
                 indexer.__class__ = make_indexer_class(kind)
-                indexer.trinity_layer = (layer,)
+                indexer.trinity_layer, indexer.trinity_width = (layer,), width
                 layer.register_forward_pre_hook(_give_mask, with_kwargs=True)
     return found
 
