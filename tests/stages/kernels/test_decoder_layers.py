@@ -12,6 +12,7 @@ from torch.nn.modules.module import register_module_forward_hook
 from transformers import AutoModel, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from support.known_classes import packs
+from trinity.errors import UnsupportedModel
 from trinity.memory import native
 from trinity.stages.attention.interface import (
     PAGED_ATTENTION,
@@ -308,4 +309,15 @@ def test_a_keyword_that_was_not_there_at_load_is_not_ignored(more: dict[str, Any
     ways.clear()  # the probe's
     rows, named = asked_of(model.layers[0], 8, torch.float32, DecoderAttentionProbe())
     model.layers[0](rows, **named | more)
+    assert ways == []
+
+
+@torch.inference_mode()
+def test_a_keyword_that_nobody_knows_is_refused_by_attention(ways: list[str]) -> None:
+    model = model_of(LlamaConfig(**SIZES))
+    fuse_decoder_layers(model)
+    ways.clear()  # the probe's
+    rows, named = asked_of(model.layers[0], 8, torch.float32, DecoderAttentionProbe())
+    with pytest.raises(UnsupportedModel, match="further"):
+        model.layers[0](rows, **named, further=1)
     assert ways == []

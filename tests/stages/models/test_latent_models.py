@@ -73,9 +73,7 @@ def test_latent_rows_or_index_keys_that_are_zeroed_change_what_follows(
             batch.step(decodes=("b",))
     chosen = [[int(each.argmax()) for each in batch.logits["b"]] for batch in (kept, wiped)]
     assert chosen[0][0] == chosen[1][0]
-    if zeroed.start is None:
-        assert chosen[0] != chosen[1]
-    assert not torch.allclose(kept.logits["b"][1], wiped.logits["b"][1], rtol=1e-3, atol=1e-3)
+    assert chosen[0] != chosen[1]
 
 
 @pytest.mark.parametrize("rows", [1, 2, 7])
@@ -88,6 +86,12 @@ def test_a_prompt_in_small_chunks_chooses_what_the_whole_does(rows: int, tmp_pat
         parts.step(("c", start, min(rows, 38 - start)))
     (exact,), (found,) = whole.logits["c"], parts.logits["c"]
     assert (found - exact).abs().max() < 1e-4 * exact.abs().max()
+
+
+def test_the_check_at_load_keeps_kernels_beside_indexers(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Through kernels indexers chose as many as they may, and without them six: kernels were dropped for it."""
+    load_model(build_any_text("deepseek_v32", tmp_path), "PD", dtype="float32")
+    assert "runs without kernels" not in caplog.text
 
 
 def test_pieces_of_a_chunk_choose_alike(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -80,9 +80,12 @@ def self_check(model: LoadedModel) -> None:
         if model.states is not None:  # of several requests at once, however short the context
             starts += [0] * (_LEAST_STARTS - len(starts))
         ids = _make_prompts(model, len(starts))
-        with without_swaps(model.language) as swapped, choosing_few(model.language, _CHOSEN):
-            error, allowed, exact = _compare_plain(model, ids, starts)
-        if error <= allowed and swapped and _error_of(_paged_logits(model, ids, starts), exact, model.dtype) > allowed:
+        with choosing_few(model.language, _CHOSEN):
+            with without_swaps(model.language) as swapped:
+                error, allowed, exact = _compare_plain(model, ids, starts)
+            tried = swapped and error <= allowed
+            off = _error_of(_paged_logits(model, ids, starts), exact, model.dtype) if tried else 0.0
+        if off > allowed:
             logger.warning("%s runs without kernels: through them its logits differ from its own", named)
             drop_swaps(model.language)
     except Exception as exc:
