@@ -15,6 +15,7 @@ from weakref import WeakValueDictionary
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from support.checkpoint_files import checkpoint
 from trinity.errors import ConfigError, UnsupportedModel
@@ -43,6 +44,7 @@ SMALL = {
     "vocab_size": 96,
     "max_position_embeddings": 128,
 }
+SLIDING = ["sliding_attention", "full_attention", "full_attention"]
 LONG = {"rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
 
 
@@ -305,6 +307,11 @@ def test_the_head_of_a_registered_adapter_is_not_gone_past(tmp_path: Path, monke
     ("model_type", "fields", "why"),
     [
         ("deepseek_v4", {}, "_attention layers"),
+        # by these fields transformers' cache forgets what these types' masks show: generate() is not forward()
+        ("llama", {"sliding_window": 8}, "'llama' has sliding_window in its config, .*; take that out"),
+        ("granite", {"attention_chunk_size": 8}, "'granite' has attention_chunk_size in its config"),
+        ("minimax_m2", {"sliding_window": 8}, "'minimax_m2' has sliding_window in its config"),
+        ("llama", {"layer_types": SLIDING, "sliding_window": 8}, "'llama' has sliding_window and layer_types in"),
         ("deepseek_v32", {"qk_nope_head_dim": 0}, "indexed_attention layers .* no latents"),
         ("llama", {"rope_parameters": {"rope_type": "longrope", **LONG}}, "'longrope'"),
         ("gemma3_text", {"rope_parameters": {"full_attention": {"rope_type": "longrope", **LONG}}}, "'longrope'"),
@@ -316,6 +323,13 @@ def test_layers_and_positions_that_no_paged_batch_can_serve(
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, **SMALL, **fields}))
     with pytest.raises(UnsupportedModel, match=why):
         load_model(tmp_path, "P")
+
+
+def test_a_window_that_the_cache_does_not_heed_is_no_matter(tmp_path: Path) -> None:
+    """Where a config names the kind of each layer, transformers' cache goes by that alone."""
+    config = AutoConfig.for_model("llama", **SMALL, layer_types=["full_attention"] * 3, sliding_window=8)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    assert load_model(tmp_path, "PD", dtype="float32").adapter.text_config.sliding_window == 8
 
 
 def test_a_multimodal_model_without_an_adapter_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -34,6 +35,7 @@ _TOLERANCE = 1e-3  # relative to the largest logit; float32 is exact to about 1e
 _QUANTISED_TOLERANCE = 3e-2  # of layers that round their inputs: transformers in two chunks is 2e-2 off itself in one
 _NOISES = 4.0  # the largest honest ratio of 68 text types is 1.08
 _LENGTH_DEPENDENT_ROPE = "longrope"
+_WINDOWS = ("sliding_window", "attention_chunk_size", "layer_types")
 
 
 def refuse_layers(adapter: ModelAdapter) -> None:
@@ -51,6 +53,12 @@ def refuse_layers(adapter: ModelAdapter) -> None:
             f"{adapter.config.model_type!r} has {INDEXED} layers in its text model ({text.model_type}) whose keys are "
             "no latents, or whose indexers have no index_head_dim: an indexer's key is the end of a latent row"
         )
+    if stray := _list_stray_windows(text):
+        raise UnsupportedModel(
+            f"{text.model_type!r} has {' and '.join(stray)} in its config, which its layers do not heed and "
+            "transformers' cache does, so that its generate() forgets tokens that its forward sees; take that out of "
+            "config.json"
+        )
     if _LENGTH_DEPENDENT_ROPE in _rope_types(getattr(text, "rope_parameters", None) or {}):
         raise UnsupportedModel(
             f"{adapter.config.model_type!r} uses rope type {_LENGTH_DEPENDENT_ROPE!r}, whose frequencies depend on the "
@@ -62,6 +70,17 @@ def _rope_types(rope: dict[str, Any]) -> set[str]:
     """Collect all rope types of a config, which may nest them by kind of layer."""
     nested = [_rope_types(value) for value in rope.values() if isinstance(value, dict)]
     return set().union({rope.get("rope_type", "default")}, *nested)
+
+
+def _list_stray_windows(text: Any) -> list[str]:
+    """List fields of a config by which transformers' cache would drop tokens, and that are none of its type's own."""
+    kind = type(text)
+    declared = inspect.signature(kind.__init__).parameters
+    strange = [name for name in _WINDOWS if not hasattr(kind, name) and name not in declared]
+    found = [name for name in strange if getattr(text, name, None) is not None]
+    if "layer_types" in found and set(text.layer_types) <= {"full_attention"}:
+        return []  # which the cache goes by alone
+    return [name for name in found if getattr(kind(), name, None) is None]
 
 
 def self_check(model: LoadedModel) -> None:
