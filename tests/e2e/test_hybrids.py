@@ -61,7 +61,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "shm": ("1P1D", {"connector": "shm", "verify": "always"}),
     "processes": ("1P1D", {"hosting": "process", "connector": "shm"}),
     "depth": ("PD", {"depth": 2}),
-    "preempted": ("PD", {"reservation": "optimistic", "pools": {"kv": 34, "state": 4}, "kv_block_size": 4}),
+    "preempted": ("PD", {"reservation": "optimistic", "pools": {"kv": 38, "state": 4}, "kv_block_size": 4}),
     "preempted at D": ("1P1D", {"reservation": "optimistic", "pools": {"kv": 40, "state": 4}, "kv_block_size": 4}),
     "one at a time": ("1P1D", {"pools": {"kv": 64, "state": 1}}),
     "pools without states": ("PD", {"pools": {"kv": 64}}),
