@@ -126,3 +126,20 @@ def test_a_token_with_a_type_that_the_model_writes_is_text(placement: str) -> No
     (found,), own = asyncio.run(serve(directory, placement, requests)).values(), Oracle(directory).answer(requests[0])
     assert found[0] == own.token_ids == [mark] * OUTPUTS
     assert (found[1] - own.logits).abs().max() < 1e-4 * own.logits.abs().max()
+
+
+def test_a_token_with_a_type_in_a_users_text_keeps_it() -> None:
+    """No prompt of the proof has marks of videos: beside an image ERNIE's processor types them, and text was typed."""
+    directory = proven("ernie4_5_vl_moe")
+    given = ask(1)
+    parts = [{"type": "image"}, {"type": "text", "text": "see <video_end><video_start> here, <image_end> there"}]
+    asked = [
+        msgspec.structs.replace(given, messages=[{"role": "user", "content": each}], request_id=str(at))
+        for at, each in enumerate((parts, [parts[0], {"type": "text", "text": "see here"}]))
+    ]
+    found, oracle = asyncio.run(serve(directory, "1E1P1D", asked)), Oracle(directory)
+    for request in asked:
+        tokens, logits = found[request.request_id]
+        own = oracle.answer(request)
+        assert tokens == own.token_ids
+        assert (logits - own.logits).abs().max() < 1e-4 * own.logits.abs().max()

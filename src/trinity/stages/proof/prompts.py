@@ -47,6 +47,11 @@ def one_image(seed: int = 0) -> ProofPrompt:
     return ProofPrompt("one image", (_turn("user", "<image>", _QUESTION),), (make_picture(seed, *SIZES[0]),))
 
 
+def image_beside(text: str) -> ProofPrompt:
+    """Make a prompt with one image and a text behind it."""
+    return ProofPrompt("an image beside a text", (_turn("user", "<image>", text),), one_image().images)
+
+
 def three_images() -> ProofPrompt:
     """Make the prompt with three images of odd sizes over two turns of a user."""
     messages = (

@@ -14,13 +14,14 @@ from torch import Tensor
 
 from trinity.preprocess.audio_kind import find_extractor
 from trinity.preprocess.checkpoint import read_config
+from trinity.preprocess.media_kinds import kind_names
 from trinity.preprocess.verdicts import MediaFacts
 from trinity.stages.models.base import HEAD_FIELDS, ModelAdapter
 from trinity.stages.models.generic import FORWARD, below_head
 from trinity.stages.models.loader import quiet
 from trinity.stages.models.partial_models import find_model_class
 from trinity.stages.models.states import StateLayout
-from trinity.stages.proof.prompts import ProofPrompt, text_alone
+from trinity.stages.proof.prompts import ProofPrompt, image_beside, text_alone
 from trinity.stages.proof.reference import PROOF_OUTPUTS, SHORT_OUTPUTS, Expected, Reference
 from trinity.stages.proof.trial_cache import TrialCache
 
@@ -245,7 +246,25 @@ class Subject:
             if len(pairs) != len(set(expected.ids)):
                 raise Differs("text model", f"{name} is not the same for all tokens of one id")
             found[name] = {number: kind for number, kind in sorted(pairs) if kind}
-        return found
+        return {name: {**kinds, **self._find_further_types(name, expected.ids)} for name, kinds in found.items()}
+
+    def _find_further_types(self, name: str, known: list[int]) -> dict[int, int]:
+        """Find types of special tokens that are not among the ``known`` ids: the text beside an image may have them.
+
+        Raises ``Differs`` if the processor tells none, or tells several of one id.
+        """
+        media = {getattr(self.config, f"{kind}_token_id", None) for kind in kind_names()}
+        vocabulary = self.reference.tokenizer.get_added_vocab().items()
+        others = [token for token, number in vocabulary if number not in media and number not in known]
+        try:
+            made = self.reference.inputs(image_beside(" ".join(others)), self.image_markup[1])
+            pairs = set(zip(made["input_ids"][0].tolist(), made[name].flatten().tolist(), strict=True))
+        except Exception as error:  # processors raise what they like
+            problem = f"{name} of its special tokens is not told ({type(error).__name__}: {error!s:.200})"
+            raise Differs("text model", problem) from error
+        if len(pairs) != len({number for number, _ in pairs}):
+            raise Differs("text model", f"{name} is not the same for all tokens of one id")
+        return {number: kind for number, kind in sorted(pairs) if kind}
 
     def _special_marker(self) -> str:
         token, marker = self.image_markup
