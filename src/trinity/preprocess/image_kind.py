@@ -28,12 +28,17 @@ class ImageReader(ItemReader):
         return make_plain(source, self._limits, check)
 
     def read_source(self, source: Any, among: int, budget: MediaBudget) -> MediaItem:
+        return self.read(self.open_image(source, among, budget), among)
+
+    def open_image(self, source: Any, among: int, budget: MediaBudget) -> Any:
+        """Read an image, and charge what will become of it. Raises ``MediaProblem`` or ``TooManyTokens``."""
+
         def check(width: int, height: int) -> None:
             budget.check(self.estimate(width, height, among))
 
         image = read_image(source, self._limits, check)
         budget.charge(self.estimate(*size_of(image), among))  # upright now, which may change the tiles
-        return self.read(image, among)
+        return image
 
 
 class ImageKind(MediaKind):
@@ -60,12 +65,18 @@ class ImageKind(MediaKind):
         return Placeholder(token=token, marker=marker, reserved=reserved_tokens(files))
 
     def open_reader(self, loaded: LoadedProcessor, limits: MediaLimits) -> ImageReader:
+        if loaded.in_front:
+            from trinity.preprocess.front_images import FrontReader  # a subclass of the reader above
+
+            return FrontReader(loaded, limits)
         return ImageReader(loaded, limits)
 
 
 def reserved_tokens(files: ModelFiles) -> tuple[str, ...]:
     """List the tokens that stand for media and must not occur in a user's text. Raises ``ConfigError``."""
-    reserved = tuple(files.tokenizer.convert_ids_to_tokens(sorted(files.media_ids)))
+    added = files.tokenizer.added_tokens_decoder
+    media_ids = {each for each in files.media_ids if each in added or not files.in_front}  # others: words of a text
+    reserved = tuple(files.tokenizer.convert_ids_to_tokens(sorted(media_ids)))
     others = (files.tokenizer.convert_ids_to_tokens(number) for number in sorted(files.other_ids - files.media_ids))
     if None in reserved:
         raise ConfigError(

@@ -74,7 +74,7 @@ class ItemReader:
             pixels = predict_pixels(processor.image_processor, width, height, alone=alone)
             tokens = _predict_tokens(processor, width, height) if alone else None
         except Exception as exc:  # arithmetic on odd sizes, or the processor's own refusal
-            raise MediaProblem(_refusal(exc, width, height)) from exc
+            raise MediaProblem(explain_size(exc, width, height)) from exc
         return Estimate(pixels or 0, count_bytes(processor.image_processor, pixels or 0), tokens)
 
     def read(self, image: Picture, among: int = 1) -> MediaItem:
@@ -87,7 +87,7 @@ class ItemReader:
         try:
             text, ids, inputs = self._call_in_company(image, company)
         except Exception as exc:  # processors raise anything on odd sizes
-            raise MediaProblem(_refusal(exc, *size_of(image))) from exc
+            raise MediaProblem(explain_size(exc, *size_of(image))) from exc
         finally:
             self._loaded.last_call.pixels = None
         tokens = sum(number in self._loaded.media_token_ids for number in ids)
@@ -101,7 +101,7 @@ class ItemReader:
 
     def _call_in_company(self, image: Picture, company: int) -> Made:
         """Run the processor on an image beside ``company - 1`` small ones, and keep what is the image's own."""
-        text, ids, inputs = self._calls.call([image, *[_gradient(_FILLER_SIDE)] * (company - 1)])
+        text, ids, inputs = self._calls.call([image, *[make_gradient(_FILLER_SIDE)] * (company - 1)])
         if company == 1:
             return text, ids, inputs
         own = _cut_end(text, self._filler_text(company) * (company - 1))
@@ -110,7 +110,7 @@ class ItemReader:
 
     def _filler_text(self, company: int) -> str:
         if company not in self._fillers:
-            text, _, _ = self._calls.call([_gradient(_FILLER_SIDE)] * company)
+            text, _, _ = self._calls.call([make_gradient(_FILLER_SIDE)] * company)
             self._fillers[company] = text[: len(text) // company]
         return self._fillers[company]
 
@@ -120,9 +120,9 @@ class ItemReader:
         The same image once, twice and thrice: without a difference, what comes of several is copies of what comes of
         one, side by side.
         """
-        image = _gradient(*_PROBE_SIZE)
+        image = make_gradient(*_PROBE_SIZE)
         try:
-            self._calls = ImageCalls(self._loaded, _gradient(*_FORM_SIZE))
+            self._calls = ImageCalls(self._loaded, make_gradient(*_FORM_SIZE))
             alone, two, three = (self._calls.call([image] * count) for count in (1, 2, 3))
         except Exception as exc:
             kind = self._loaded.config.model_type
@@ -156,12 +156,12 @@ class ItemReader:
         if self._loaded.processor is None:
             raise ConfigError("a text-only model has no images to profile")
         if tokens is None:
-            return self.read(_gradient(_DEFAULT_SIDE))
-        best = self.read(_gradient(_SIDES[0]))
+            return self.read(make_gradient(_DEFAULT_SIDE))
+        best = self.read(make_gradient(_SIDES[0]))
         for side in _SIDES[1:]:
             if best.tokens >= tokens:
                 break
-            item = self.read(_gradient(side))
+            item = self.read(make_gradient(side))
             if abs(item.tokens - tokens) < abs(best.tokens - tokens):
                 best = item
         return best
@@ -196,7 +196,8 @@ def _fingerprint(processor: Any) -> str:
     return hashlib.blake2b(json.dumps(parts, sort_keys=True, default=str).encode(), digest_size=8).hexdigest()
 
 
-def _refusal(exc: Exception, width: int, height: int) -> str:
+def explain_size(exc: Exception, width: int, height: int) -> str:
+    """Say that a processor refuses an image of this size, and how."""
     return f"has {width} x {height} pixels, which the model's processor refuses ({type(exc).__name__}: {exc!s:.300})"
 
 
@@ -246,7 +247,8 @@ def _counts_on(joint: Any, one: Any, count: int) -> bool:
     return len(steps) == 1 and all((part == one + (one >= 0) * steps * at).all() for at, part in enumerate(parts))
 
 
-def _gradient(width: int, height: int | None = None) -> Image.Image:
+def make_gradient(width: int, height: int | None = None) -> Image.Image:
+    """Make an image of two gradients, square where no height is given."""
     import numpy as np
     from PIL import Image
 

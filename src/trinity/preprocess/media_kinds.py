@@ -53,6 +53,7 @@ class MediaItem(msgspec.Struct, frozen=True):
     - ``meta``: inputs of the position computation, by name.
     - ``width``, ``height`` (pixels, 0): size of the image that was read.
     - ``strip`` (0): its place among the strips of one image; see ``strips.cut_item``.
+    - ``prompt``, ``rows`` (none): of an image in front, ids of its whole prompt, and where features replace them.
     """
 
     kind: str
@@ -64,6 +65,8 @@ class MediaItem(msgspec.Struct, frozen=True):
     width: int = 0
     height: int = 0
     strip: int = 0
+    prompt: tuple[int, ...] = ()
+    rows: tuple[int, ...] = ()
 
 
 class ModelFiles(msgspec.Struct, frozen=True):
@@ -76,6 +79,7 @@ class ModelFiles(msgspec.Struct, frozen=True):
     - ``image_marker`` (""): the same with what must stand around it, where a proof found it; "" is the type's own.
     - ``audio_token`` (None): likewise of a clip; "" if the proof found that clips do not serve.
     - ``other_ids`` (none): of further tokens that the config names for media, which must not be in a text either.
+    - ``in_front`` (False): as in ``MediaFacts``.
     """
 
     config: Any
@@ -87,6 +91,7 @@ class ModelFiles(msgspec.Struct, frozen=True):
     image_marker: str = ""
     audio_token: str | None = None
     other_ids: frozenset[int] = frozenset()
+    in_front: bool = False
 
 
 class KindReader(Protocol):

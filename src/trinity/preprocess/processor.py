@@ -17,6 +17,7 @@ from trinity.core.messages import MediaSpan, Work
 from trinity.errors import BadMedia, ClosedError, ConfigError, RequestError, RequestTooLarge, describe_error, own_errors
 from trinity.preprocess.content_parts import take_media
 from trinity.preprocess.frame_groups import cut_videos
+from trinity.preprocess.front_images import take_front_text
 from trinity.preprocess.generation_config import (
     GenerationDefaults,
     check_token_ids,
@@ -259,11 +260,19 @@ class RequestProcessor:
         among = parsed.text.kinds.count(item.kind)
         try:
             with budget.timed():
+                if self._loaded.in_front:
+                    return self._read_front(parsed, item)
                 return self._readers[item.kind].read_source(item.source, among, budget)
         except MediaProblem as exc:
             raise BadMedia(f"{parsed.names[index]}: {exc}", parsed.request.request_id) from exc
         except TooManyTokens as exc:
             raise RequestTooLarge(str(exc), parsed.request.request_id) from exc
+
+    def _read_front(self, parsed: _ParsedRequest, item: Media) -> MediaItem:
+        reader = self._readers[item.kind]
+        with _prompt_errors(parsed.request.request_id):
+            text = take_front_text(parsed.text)
+        return reader.read_source(item.source, 1, parsed.budget, text)  # type: ignore[call-arg]
 
     def _finish(self, parsed: _ParsedRequest, items: Sequence[MediaItem]) -> ProcessedRequest:
         request = parsed.request
@@ -308,6 +317,9 @@ class RequestProcessor:
         return self.defaults.complete(request.sampling, prompt_tokens)
 
     def _tokenize_prompt(self, parsed: _ParsedRequest, items: Sequence[MediaItem]) -> tuple[int, ...]:
+        if whole := [item.prompt for item in items if item.prompt]:
+            self._prompt_tokenizer.check_ids(whole[0])
+            return whole[0]
         seen = Counter[str]()
         expansions = []
         for item in items:
@@ -320,6 +332,8 @@ class RequestProcessor:
             raise RequestError(text, parsed.request.request_id) from exc
 
     def _find_placeholders(self, request: Request, ids: Sequence[int], items: Sequence[MediaItem]) -> list[int]:
+        if rows := [item.rows for item in items if item.rows]:
+            return list(rows[0])
         where = [position for position, token in enumerate(ids) if token in self.media_token_ids]
         expected = sum(item.tokens for item in items)
         if len(where) != expected:

@@ -36,7 +36,7 @@ class PromptTokenizer:
         ids = tuple(
             self._loaded.run_tokenizer.tokenize(whole, lambda short: self._tokenise(short, special, text.hidden))
         )
-        self._check_ids(ids)
+        self.check_ids(ids)
         return ids
 
     def _needs_special(self, text: str, rendered: bool) -> bool:
@@ -105,7 +105,7 @@ class PromptTokenizer:
                 return whole[:at], whole[at + len(bare) :]
         raise ValueError("this model's tokenizer changes a text as it adds special tokens; leave others out")
 
-    def _check_ids(self, ids: Sequence[int]) -> None:
+    def check_ids(self, ids: Sequence[int]) -> None:
         """Raise ``ValueError`` for what is no token: an id beyond the embeddings would end a GPU's context."""
         kinds = set(map(type, ids)) - {int}
         if kinds:

@@ -53,6 +53,8 @@ class MediaFacts(msgspec.Struct, frozen=True, kw_only=True):
     - ``token_types`` ({}): by keyword of the text model that tells it the type of each token of a prompt, the types
       that are not 0, by token id (ERNIE 4.5 VL, whose experts go by them).
     - ``text_alone`` (True): its processor takes a prompt without an image.
+    - ``in_front`` (False): its processor writes an image's tokens into a prompt that has none, so that ids, and what an
+      encoder is given, come of one call for image and text together, and a prompt has one image (BLIP-2).
     """
 
     language: str = "language_model"
@@ -66,6 +68,7 @@ class MediaFacts(msgspec.Struct, frozen=True, kw_only=True):
     whole_windows: bool = False
     whole_prompt: bool = False
     text_alone: bool = True
+    in_front: bool = False
     joined: bool = False
     features: str = "getter"
     added: bool = False

@@ -348,7 +348,8 @@ class RequestTable:
         wanted = np.isin(ids, list(self.model.media_token_ids))
         items, kinds = np.full(len(ids), -1), np.zeros(len(ids), dtype=np.int64)
         for number, span in enumerate(opening.work.media):
-            inside = np.flatnonzero(wanted[span.offset : span.end]) + span.offset
+            here = wanted[span.offset : span.end] | (span.length == span.tokens)  # whatever ids stand there
+            inside = np.flatnonzero(here) + span.offset
             if len(inside) != span.tokens:
                 problem = f"media item {number} has {span.tokens} feature rows for {len(inside)} placeholders"
                 raise StageError(problem, opening.work.request, "P")

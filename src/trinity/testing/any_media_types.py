@@ -50,12 +50,14 @@ OWN_SIZES: dict[str, TypeSizes] = {
         },
         processor={"num_query_tokens": 4},
         unnamed=("image_token",),
+        chats=False,
         image_token="<image>",
     ),
     "instructblip": TypeSizes(
-        config={"num_query_tokens": 4},
+        config={"num_query_tokens": 4, "text_config.word_embed_proj_dim": 64},
         processor={"num_query_tokens": 4},
         unnamed=("image_token",),
+        chats=False,
         image_token="<image>",
     ),
     "cohere_compass": TypeSizes(

@@ -161,11 +161,11 @@ def test_images_that_text_reads_by_cross_attention_are_refused_by_that_name() ->
     assert "cross attention (text_decoder" in verdict.failed.said
 
 
-def test_a_processor_that_puts_an_image_in_front_by_itself_is_refused_by_that() -> None:
+def test_a_processor_that_puts_an_image_in_front_by_itself_is_proven_with_one_image_a_prompt() -> None:
     verdict = prove(checkpoint("any-blip-2"))
-    assert verdict.failed is not None
-    assert (verdict.failed.name, verdict.serves) == ("placeholder", ())
-    assert "in front by itself" in verdict.failed.said
+    assert verdict.failed is None
+    assert verdict.serves == ("image",)
+    assert (verdict.facts.in_front, verdict.facts.text_alone) == (True, False)
 
 
 def test_the_verdict_of_a_broken_adapter_is_not_kept() -> None:

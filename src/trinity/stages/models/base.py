@@ -136,6 +136,10 @@ class ModelAdapter:
         name = self.language_name(model)
         return model.base_model if name is None else getattr(model.base_model, name)
 
+    def text_alone(self, model: Any) -> Any:
+        """Return the part that takes text without media and gives logits: the model, where it needs none."""
+        return model
+
     # ------------------------------------------------------------ encode
 
     def encode(self, model: Any, kind: str, items: Sequence[MediaInputs], counts: Sequence[int]) -> list[Tensor]:

@@ -183,7 +183,8 @@ def _own_logits(model: LoadedModel, ids: np.ndarray, starts: list[int]) -> Tenso
     try:
         given = torch.from_numpy(ids).to(model.device)
         places = torch.tensor(starts, device=model.device)[:, None] + torch.arange(_LENGTH + 1, device=model.device)
-        logits: Tensor = model.language(input_ids=given, position_ids=places, use_cache=False).logits
+        whole = model.adapter.text_alone(model.language)
+        logits: Tensor = whole(input_ids=given, position_ids=places, use_cache=False).logits
     finally:
         set_attention(model.language, model.adapter, PAGED_ATTENTION)
     return logits[:, [_CUT - 1, _LENGTH - 1, _LENGTH]].transpose(0, 1).flatten(0, 1).float()

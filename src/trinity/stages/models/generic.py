@@ -65,6 +65,10 @@ class GenericAdapter(ModelAdapter):
         """Return the text model; of a whole causal model the part below its head."""
         return below_head(getattr(model.base_model, self.facts.language))
 
+    def text_alone(self, model: Any) -> Any:
+        text = getattr(model.base_model, self.facts.language)
+        return model if self.facts.text_alone or text.get_output_embeddings() is None else text
+
     def encode(self, model: Any, kind: str, items: Sequence[MediaInputs], counts: Sequence[int]) -> list[Tensor]:
         if kind == "audio":  # one by one: lengths differ, and what pads a batch would be part of a clip's features
             return [

@@ -63,6 +63,12 @@ def three_images() -> ProofPrompt:
     return ProofPrompt("three images", messages, images)
 
 
+def long_question() -> ProofPrompt:
+    """Make a prompt with one image, of another size, in front of a longer text."""
+    turn = _turn("user", "<image>", "Question: who has left the boat there in the morning, and why? Answer:")
+    return ProofPrompt("an image and a longer text", (turn,), (make_picture(7, *SIZES[2]),))
+
+
 def text_alone() -> ProofPrompt:
     """Make the prompt without images."""
     return ProofPrompt("text", (_turn("user", "Describe a red boat in a few words."),), ())

@@ -16,7 +16,7 @@ from trinity.errors import TrinityError
 from trinity.preprocess.checkpoint import read_config
 from trinity.preprocess.verdicts import MediaFacts, ProofPart, ProofVerdict, keep_verdict
 from trinity.stages.models.generic import FEATURE_WAYS, GenericAdapter
-from trinity.stages.proof.prompts import ProofPrompt, one_image, text_alone, three_images
+from trinity.stages.proof.prompts import ProofPrompt, long_question, one_image, text_alone, three_images
 from trinity.stages.proof.reference import SHORT_OUTPUTS, Expected
 from trinity.stages.proof.subject import TOLERANCE, Differs, Subject, relative_error
 from trinity.stages.proof.trial import Found, TriedModel
@@ -82,7 +82,7 @@ def _prove_kind(subject: Subject, facts: MediaFacts, kind: str, parts: list[Proo
 
 def _prove_images(subject: Subject, _: MediaFacts) -> Iterator[tuple[ProofPart, MediaFacts]]:
     """Prove images, and find the facts on the way."""
-    prompts = (one_image(), three_images())
+    prompts = (one_image(), three_images() if subject.takes_several else long_question())
     expected = [subject.expect(prompts[0], outputs=SHORT_OUTPUTS), subject.expect(prompts[1])]
     other = subject.expect(one_image(seed=1), outputs=1)
     facts = subject.guess_facts(expected[0])
@@ -285,7 +285,12 @@ def prove_logits(subject: Subject, facts: MediaFacts, prompt: ProofPrompt, expec
 
 
 def _find_joined(subject: Subject, facts: MediaFacts, alone: Sequence[Expected]) -> MediaFacts:
-    """Find out whether two images of one size give the same features in one batch as each ``alone`` by its own."""
+    """Find out whether two images of one size give the same features in one batch as each ``alone`` by its own.
+
+    Those that stand in front of a prompt, one in each, are encoded each by itself: beside them may be its text.
+    """
+    if facts.in_front:
+        return facts
     prompt = ProofPrompt("two images", three_images().messages[-1:], (*one_image().images, *one_image(seed=1).images))
     joined = msgspec.structs.replace(facts, joined=True)
     try:

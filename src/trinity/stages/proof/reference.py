@@ -37,8 +37,12 @@ class Expected:
     further: dict[str, Any]
 
     def find(self, *token_ids: int) -> Tensor:
-        """Find the rows [tokens] of the prompt that have one of these tokens, as truth values."""
-        return torch.tensor([number in token_ids for number in self.ids])
+        """Find the rows [tokens] of the prompt that have one of these tokens, as truth values.
+
+        Where the processor gave a mask of an image's rows, those.
+        """
+        rows = find_rows(self.inputs)
+        return rows if rows is not None else torch.tensor([number in token_ids for number in self.ids])
 
 
 class Reference:
@@ -53,6 +57,7 @@ class Reference:
         self.tokenizer, self.model, self.config = tokenizer, model, config
         self.flat = False  # the processor takes the images of a prompt as one list, not nested by prompt
         self.audio_token = ""  # text of a clip, once it is found
+        self.in_front = False  # the processor puts an image in front of a text by itself
 
     @property
     def grids(self) -> Any:
@@ -61,7 +66,8 @@ class Reference:
 
     @property
     def has_template(self) -> bool:
-        return bool(getattr(self.processor, "chat_template", None))
+        """Tell if prompts are written as chats: not where an image is in front of a text."""
+        return not self.in_front and bool(getattr(self.processor, "chat_template", None))
 
     def list_markers(self, token: str) -> list[str]:
         """List what may stand for an image: the token, and the token between those that the chat template writes.
@@ -91,17 +97,28 @@ class Reference:
             return "" if int(found["input_ids"].shape[-1]) > 1 else "it is not expanded"
         return refusals[0]
 
-    def puts_itself(self, token: str) -> bool:
-        """Tell if the processor puts an image's tokens into a prompt that has none, and leaves one there as it is."""
-        number, counts = self.tokenizer.convert_tokens_to_ids(token), list[int]()
-        for text in ("A boat", f"A boat{token}"):
-            try:
-                found = self.processor(**self._image_keywords(text, one_image()), return_tensors="pt")["input_ids"]
-            except Exception:  # one image more than there are
-                counts.append(0)
-                continue
-            counts.append(found[0].tolist().count(number))
-        return counts[0] > 0 and counts[1] == counts[0] + 1
+    def find_in_front(self, token: str) -> int | None:
+        """Tell if the processor puts an image into a prompt that has none, whatever is there; the id it stands for.
+
+        None where it does not: where it refuses such a text, or makes as much of one with the token.
+        """
+        made = [self._process_alone(text) for text in ("A boat", f"A boat{token}", "A red boat in a harbour")]
+        if made[0] is None or made[2] is None:
+            return None
+        number, counts = self.tokenizer.convert_tokens_to_ids(token), [0, 0]
+        for at, each in enumerate(made[:2]):
+            counts[at] = 0 if each is None else each["input_ids"][0].tolist().count(number)
+        if counts[0] == 0 or (made[1] is not None and counts[1] != counts[0] + 1):
+            return None
+        rows = find_rows(made[0])
+        return number if rows is None else int(made[0]["input_ids"][0][rows][0])
+
+    def _process_alone(self, text: str) -> dict[str, Any] | None:
+        """Process a text and an image, which has no place in it; None if the processor refuses."""
+        try:
+            return dict(self.processor(text=[text], images=list(one_image().images), return_tensors="pt"))
+        except Exception:  # processors raise what they like
+            return None
 
     def _image_keywords(self, text: str, prompt: ProofPrompt) -> dict[str, Any]:
         """Make keywords of the processor for a prompt with images, in the form that it takes."""
@@ -128,6 +145,9 @@ class Reference:
             return dict(self.processor.apply_chat_template(chat, **settings, **further))
         if not prompt.images:
             return self._make_text_inputs(raw_text(prompt))
+        if self.in_front:
+            images, text = list(prompt.images), raw_text(prompt).removeprefix("<image>")
+            return dict(self.processor(text=[text], images=images, return_tensors="pt"))
         text = raw_text(prompt).replace("<image>", marker)
         return dict(self.processor(**self._image_keywords(text, prompt), return_tensors="pt"))
 
@@ -177,6 +197,12 @@ class Reference:
             inputs=inputs,
             further={name: value for name, value in first.items() if name not in ("inputs_embeds", "position_ids")},
         )
+
+
+def find_rows(inputs: dict[str, Any]) -> Tensor | None:
+    """Find the rows [tokens] of a prompt that features replace, where a mask of its processor says so; else None."""
+    masks = (value for name, value in inputs.items() if name.endswith("_position_mask"))
+    return next((mask[0] == 1 for mask in masks), None)
 
 
 def raw_text(prompt: ProofPrompt) -> str:

@@ -49,6 +49,7 @@ class Subject:
     directory: Path
     model: Any
     make_adapter: Any
+    _front_id: int | None = None
 
     @classmethod
     def load(cls, directory: Path, make_adapter: Any) -> Subject:
@@ -129,10 +130,9 @@ class Subject:
         """Placeholder of an image, and its marker: the placeholder with what must stand around. Raises ``Differs``."""
         refusals = {}
         for token in self._image_tokens():
-            if self.reference.puts_itself(token):
-                raise Differs(
-                    "placeholder", "its processor puts an image in front by itself, where no text stands for it"
-                )
+            if (number := self.reference.find_in_front(token)) is not None:
+                self.reference.in_front, self._front_id = True, number
+                return token, token
             markers = self.reference.list_markers(token)
             refusals[token] = "" if markers else "its chat template does not write it once for an image"
             for marker in markers:
@@ -141,6 +141,11 @@ class Subject:
                     return token, marker
         said = "; ".join(f"{token}: {why}" for token, why in refusals.items())
         raise Differs("placeholder", f"no token stands for an image in its processor ({said})")
+
+    @property
+    def takes_several(self) -> bool:
+        """Tell if a prompt may have several images. Raises ``Differs``."""
+        return bool(self.image_markup) and not self.reference.in_front
 
     def _image_tokens(self) -> list[str]:
         """List texts that may stand for an image, likely ones first."""
@@ -157,7 +162,7 @@ class Subject:
 
     def find_placeholder(self, ids: list[int]) -> int:
         """Find the token id whose rows features replace, in the ids of a prompt with an image. Raises ``Differs``."""
-        named = [self._config_placeholder(), getattr(self.reference.processor, "image_token_id", None)]
+        named = [self._front_id, self._config_placeholder(), getattr(self.reference.processor, "image_token_id", None)]
         token = getattr(self.reference.processor, "image_token", None)
         named += [
             self.reference.tokenizer.convert_tokens_to_ids(str(each)) for each in (token, self.image_token) if each
@@ -220,6 +225,7 @@ class Subject:
             "image_token_id": self.find_placeholder(expected.ids),
             "image_token": self.image_token,
             "image_marker": self._special_marker(),
+            "in_front": self.reference.in_front,
         }
         first = axes = 0
         if expected.positions is not None:

@@ -1,0 +1,115 @@
+"""Images that a processor puts in front of a prompt by itself, where no text stands for them (BLIP-2, Kosmos-2, Fuyu).
+
+The image's tokens stand beside special tokens that the processor writes, its text may be tokenized apart, and what the
+encoder is given may depend on the text (InstructBLIP). So one call of the processor makes it all, of the image and the
+text behind the marker ``<image>`` together.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from trinity.errors import UnsupportedModel
+from trinity.preprocess.image_calls import TEXT_KEYS
+from trinity.preprocess.image_kind import ImageReader
+from trinity.preprocess.media import image_digest, size_of
+from trinity.preprocess.media_items import explain_size, make_gradient
+from trinity.preprocess.media_kinds import MediaItem
+from trinity.preprocess.media_limits import MediaBudget, MediaProblem
+from trinity.preprocess.prompt import PromptText
+from trinity.preprocess.prompt_problem import PromptProblem
+
+if TYPE_CHECKING:
+    from trinity.preprocess.media import Picture
+
+_SIZE = (224, 168)  # width, height of the image with which the processor is tried
+_TEXTS = ("a", "a b c d e f", "f e d c b a")  # one longer, one as long and not the same
+_WHERE = "_position_mask"  # end of the name of an output that has 1 where features are
+
+
+class FrontReader(ImageReader):
+    """Reads the one image of a prompt, and its whole prompt with it; see ``ItemReader``."""
+
+    def read_source(self, source: Any, among: int, budget: MediaBudget, text: str = _TEXTS[0]) -> MediaItem:
+        """Read an image and the ids of its prompt, whose text is ``text``.
+
+        Raises as ``KindReader.read_source`` does.
+        """
+        image = self.open_image(source, among, budget)
+        return self.read(image, text=text)
+
+    def read(self, image: Picture, among: int = 1, text: str = _TEXTS[0]) -> MediaItem:
+        """Preprocess an image and the text behind it. Raises ``MediaProblem`` if the model's processor refuses it."""
+        self._loaded.last_call.pixels = self._most_pixels
+        try:
+            output = self._run(image, text)
+        except Exception as exc:  # processors raise anything on odd sizes
+            raise MediaProblem(explain_size(exc, *size_of(image))) from exc
+        finally:
+            self._loaded.last_call.pixels = None
+        ids = tuple(output["input_ids"][0].tolist())
+        rows = self._find_rows(ids, output)
+        if not rows:
+            raise MediaProblem("the model's processor makes no visual token of it: give a larger image")
+        inputs = {name: value for name, value in output.items() if name not in self._texts}
+        found = MediaItem("image", "", len(rows), inputs, self._name(image, inputs), {}, *size_of(image))
+        return msgspec.structs.replace(found, prompt=ids, rows=rows)
+
+    def _run(self, image: Picture, text: str) -> dict[str, Any]:
+        return dict(self._loaded.processor(images=[image], text=[text], return_tensors="pt"))
+
+    def _find_rows(self, ids: tuple[int, ...], output: dict[str, Any]) -> tuple[int, ...]:
+        """Find where features are: where a mask of the processor says so, else where the placeholder is."""
+        mask = next((value for name, value in output.items() if name.endswith(_WHERE)), None)
+        if mask is not None:
+            return tuple((mask[0] == 1).nonzero().flatten().tolist())
+        return tuple(at for at, number in enumerate(ids) if number in self._loaded.media_token_ids)
+
+    def _name(self, image: Picture, inputs: dict[str, Any]) -> str:
+        """Name the features: by image and processor, and by what else of the text the encoder reads."""
+        name = f"{image_digest(image)}-{self.fingerprint}"
+        if not self._told:
+            return name
+        read = hashlib.blake2b(digest_size=16)
+        for each in sorted(self._told):
+            read.update(f"{each}{tuple(inputs[each].shape)}".encode() + inputs[each].numpy().tobytes())
+        return f"{name}-{read.hexdigest()}"
+
+    def _find_most_told(self) -> int:
+        """Try the processor: which outputs are the text's alone, and which of the encoder's inputs depend on it."""
+        image = make_gradient(*_SIZE)
+        try:
+            short, long, other = (self._run(image, text) for text in _TEXTS)
+        except Exception as exc:
+            kind = self._loaded.config.model_type
+            raise UnsupportedModel(f"the processor of model type {kind!r} fails on an image ({exc!r:.200})") from exc
+        both = (short, long)
+        along = {name for name in short if all(each[name].shape == each["input_ids"].shape for each in both)}
+        self._texts = TEXT_KEYS | along
+        inputs = short.keys() - self._texts
+        self._told = {
+            name for name in inputs if not (_is_same(short[name], long[name]) and _is_same(long[name], other[name]))
+        }
+        return 1
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    return one.shape == other.shape and bool((one == other).all())
+
+
+def take_front_text(text: PromptText) -> str:
+    """Return the text of a prompt whose image is in front of it. Raises ``PromptProblem`` if it is not."""
+    before, behind = text.pieces
+    if before:
+        raise PromptProblem("this model's processor puts the image in front of all text: write <image> first, once")
+    if text.rendered:
+        raise PromptProblem("this model's processor puts the image in front of a plain text: give prompt=, not a chat")
+    if text.hidden is not None and text.hidden.count_hidden(behind):
+        raise PromptProblem(
+            "the text has special tokens of this model, whose processor reads image and text at once; leave them out",
+            media=False,
+        )
+    return behind
