@@ -13,6 +13,7 @@ qianfan_ocr qwen2_5_vl qwen2_vl qwen3_5 qwen3_5_moe qwen3_vl qwen3_vl_moe smolvl
 SERVED_MEDIA_TYPES = tuple(_NAMES.split())
 # They serve by their proof, some in tests of their own; the matrix has not been run on them (it asks chats).
 _OTHERS = """
+blip-2 instructblip
 gemma4 gemma4_unified got_ocr2 kimi_k25 llama4 muse_glimmer muse_spark paligemma pp_chart2table qwen2_5_omni
 qwen2_5_omni_thinker qwen3_omni_moe qwen3_omni_moe_thinker step3p7
 """
