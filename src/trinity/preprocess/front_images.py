@@ -14,7 +14,7 @@ import msgspec
 
 from trinity.errors import UnsupportedModel
 from trinity.preprocess.image_calls import TEXT_KEYS
-from trinity.preprocess.image_kind import ImageReader
+from trinity.preprocess.image_reader import ImageReader
 from trinity.preprocess.media import image_digest, size_of
 from trinity.preprocess.media_items import explain_size, make_gradient
 from trinity.preprocess.media_kinds import MediaItem

@@ -1,44 +1,15 @@
-"""Images as a kind of media: their markup in a model's text, and their reader."""
+"""Images as a kind of media: their markup in a model's text, and their readers."""
 
 from __future__ import annotations
 
-from typing import Any
-
 from trinity.errors import ConfigError, UnsupportedModel
+from trinity.preprocess.front_images import FrontReader
+from trinity.preprocess.image_reader import ImageReader
 from trinity.preprocess.image_sizes import guard_resizes
 from trinity.preprocess.loader import IMAGE_TEXT, ImageText, LoadedProcessor, make_channels_contiguous
-from trinity.preprocess.media import make_plain, read_image, size_of
-from trinity.preprocess.media_items import ItemReader
-from trinity.preprocess.media_kinds import MediaItem, MediaKind, ModelFiles, Placeholder
-from trinity.preprocess.media_limits import MediaBudget, MediaLimits
+from trinity.preprocess.media_kinds import MediaKind, ModelFiles, Placeholder
+from trinity.preprocess.media_limits import MediaLimits
 from trinity.preprocess.model_types import explain_how_to_add
-
-
-class ImageReader(ItemReader):
-    """Reads images from sources for one model; see ``KindReader`` and ``ItemReader``."""
-
-    def __init__(self, loaded: LoadedProcessor, limits: MediaLimits) -> None:
-        super().__init__(loaded, limits)
-        self._limits = limits
-
-    def make_plain(self, source: Any, among: int, budget: MediaBudget) -> Any:
-        def check(width: int, height: int) -> None:
-            budget.check(self.estimate(width, height, among))
-
-        return make_plain(source, self._limits, check)
-
-    def read_source(self, source: Any, among: int, budget: MediaBudget) -> MediaItem:
-        return self.read(self.open_image(source, among, budget), among)
-
-    def open_image(self, source: Any, among: int, budget: MediaBudget) -> Any:
-        """Read an image, and charge what will become of it. Raises ``MediaProblem`` or ``TooManyTokens``."""
-
-        def check(width: int, height: int) -> None:
-            budget.check(self.estimate(width, height, among))
-
-        image = read_image(source, self._limits, check)
-        budget.charge(self.estimate(*size_of(image), among))  # upright now, which may change the tiles
-        return image
 
 
 class ImageKind(MediaKind):
@@ -65,11 +36,7 @@ class ImageKind(MediaKind):
         return Placeholder(token=token, marker=marker, reserved=reserved_tokens(files))
 
     def open_reader(self, loaded: LoadedProcessor, limits: MediaLimits) -> ImageReader:
-        if loaded.in_front:
-            from trinity.preprocess.front_images import FrontReader  # a subclass of the reader above
-
-            return FrontReader(loaded, limits)
-        return ImageReader(loaded, limits)
+        return FrontReader(loaded, limits) if loaded.in_front else ImageReader(loaded, limits)
 
 
 def reserved_tokens(files: ModelFiles) -> tuple[str, ...]:
