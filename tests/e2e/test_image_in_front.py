@@ -1,6 +1,7 @@
 """Types whose processor puts an image in front of a prompt by itself give the tokens and logits of ``generate()``.
 
 The other side is transformers alone: ``processor(text=, images=)`` of the text behind ``<image>``, then ``generate()``.
+The matrix of ``test_served_media_types`` has them in all placements.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import pytest
 import torch
 
 from support.checkpoint_files import checkpoint
-from support.recordings import METHODS, serve
+from support.recordings import serve
 from support.stage_driver import picture
 from trinity.core.scheduler import BatchRules
 from trinity.errors import BadMedia, RequestError
@@ -33,8 +34,7 @@ TEXTS = {
 CELLS = [
     pytest.param(name, method, marks=[pytest.mark.xdist_group(f"front-{name}"), *([] if soon else [pytest.mark.slow])])
     for name in TYPES
-    for method in METHODS
-    for soon in [(name, method) == ("instructblip", "E+P+D")]
+    for method, soon in [("E+P+D", name == "instructblip")]
 ]
 
 

@@ -47,8 +47,8 @@ TYPES = [_mark(name) for name in SERVED_MEDIA_TYPES]
 @pytest.mark.parametrize(("model_type", "method"), CELLS)
 def test_tokens_and_logits_of_generate(model_type: str, method: str) -> None:
     known(model_type)  # outside of the pipeline's loop
-    found = serve_type(model_type, method, waves())
-    assert set(found.outputs) == {request.request_id for request in requests()}
+    found = serve_type(model_type, method, waves(model_type))
+    assert set(found.outputs) == {request.request_id for request in requests(model_type)}
     assert differences(model_type, found) == {}
     check_situations(found, keeps_states(model_type))
 
@@ -68,7 +68,7 @@ def check_situations(found: Served, states: bool) -> None:
 @pytest.mark.parametrize("model_type", TYPES)
 @pytest.mark.parametrize("method", ["EPD", "E+P+D"])
 def test_preempted_and_computed_again(model_type: str, method: str) -> None:
-    alike = [request for request in requests() if request.request_id in ("one", "other")]
+    alike = [request for request in requests(model_type) if request.request_id in ("one", "other")]
     copies = [[copy_of(request, number) for number in range(COPIES) for request in alike]]
     found = serve_type(model_type, method, copies, **tight_options(model_type))
     assert differences(model_type, found) == {}
@@ -91,7 +91,7 @@ def test_another_image_changes_what_generate_gives(model_type: str) -> None:
 def test_zeroed_image_blocks_are_seen(model_type: str) -> None:
     known(model_type)
     connector = zero_after_read("image")
-    asked = [[request for request in requests() if request.request_id in ("one", "text")]]
+    asked = [[request for request in requests(model_type) if request.request_id in ("one", "text")]]
     found = serve_type(model_type, "E+P+D", asked, connector=connector)
     assert connector.reads["image"] > 0
     assert set(differences(model_type, found)) == {"one"}

@@ -10,6 +10,7 @@ from typing import Any
 
 from support.checkpoint_files import checkpoint
 from support.recordings import Served, serve
+from support.served_media_types import IN_FRONT
 from support.stage_driver import picture
 from trinity.core.scheduler import BatchRules
 from trinity.preprocess.checkpoint import read_config
@@ -46,8 +47,28 @@ def _one(name: str, image: Any) -> Request:
     return _chat(name, [image], _turn("user", "Look at this.", "<image>", QUESTION))
 
 
-def waves() -> Waves:
-    """All cases: "one" is alone while it is prefilled; later waves find what was before them in the caches.
+def _ask(name: str, image: Any, text: str = QUESTION, marker: str = "<image>") -> Request:
+    greedy = Sampling(ignore_eos=True)
+    return Request(f"{marker}{text}", images=[image], max_tokens=OUTPUTS, sampling=greedy, request_id=name)
+
+
+def waves(model_type: str) -> Waves:
+    """All cases: "one" is alone while it is prefilled; later waves find what was before them in the caches."""
+    return _front_waves() if model_type in IN_FRONT else _chat_waves()
+
+
+def _front_waves() -> Waves:
+    """Cases of a processor that puts one image in front of a plain text, as ``_chat_waves`` has them.
+
+    asked: the image of "one" with another question. wide: an image of another shape.
+    """
+    asked = _ask("asked", picture(1), "Question: which colours has the boat? Answer:")
+    wide = _ask("wide", picture(3, 130, 61), "A photo of")
+    return (_ask("one", picture(1)),), (asked, wide), (_ask("again", picture(1)), _ask("other", picture(11)))
+
+
+def _chat_waves() -> Waves:
+    """Cases of chats and of raw text.
 
     text: no image. three: three images of odd sizes over two turns. again: "one" once more. other: the prompt of "one"
     with another image of the same size. raw: the image of "one" in raw text.
@@ -58,10 +79,7 @@ def waves() -> Waves:
         _turn("assistant", "Red and blue."),
         _turn("user", "<image>", "<image>", "Compare them."),
     )
-    greedy = Sampling(ignore_eos=True)
-    raw = Request(
-        "A photo <image> of a boat", images=[picture(1)], max_tokens=OUTPUTS, sampling=greedy, request_id="raw"
-    )
+    raw = _ask("raw", picture(1), " of a boat", "A photo <image>")
     return (
         (_one("one", picture(1)),),
         (_chat("text", [], _turn("user", "Tell me about a small red boat.")), _chat("three", three, *turns)),
@@ -69,8 +87,8 @@ def waves() -> Waves:
     )
 
 
-def requests() -> list[Request]:
-    return [request for wave in waves() for request in wave]
+def requests(model_type: str) -> list[Request]:
+    return [request for wave in waves(model_type) for request in wave]
 
 
 @dataclass(frozen=True)
@@ -94,16 +112,16 @@ def known(model_type: str) -> Known:
     if not listed and find_verdict(directory) is None:
         failed = prove(directory).failed
         assert failed is None, f"{failed}"
-    oracle = Oracle(directory)
-    answers = {request.request_id: oracle.answer(request) for request in requests()}
-    lengths = {request.request_id: oracle.inputs(request)["input_ids"].shape[1] for request in requests()}
-    return Known(directory, answers, lengths, _choose_budget(directory, max(lengths.values())))
+    oracle, asked = Oracle(directory), requests(model_type)
+    answers = {request.request_id: oracle.answer(request) for request in asked}
+    lengths = {request.request_id: oracle.inputs(request)["input_ids"].shape[1] for request in asked}
+    return Known(directory, answers, lengths, _choose_budget(directory, asked[0], max(lengths.values())))
 
 
-def _choose_budget(directory: Path, longest: int) -> int:
+def _choose_budget(directory: Path, one: Request, longest: int) -> int:
     """Choose a budget near the wanted one of which a multiple lies inside the image of "one"."""
     processor = RequestProcessor(directory)
-    (span,) = processor.process(requests()[0]).work.media
+    (span,) = processor.process(one).work.media
     processor.close()
     wanted = max(LEAST_BUDGET, longest // MOST_STEPS)
     near = sorted(range(2, span.end), key=lambda budget: abs(budget - wanted))

@@ -1,4 +1,4 @@
-"""Images that a processor puts in front of a prompt by itself, where no text stands for them (BLIP-2, Kosmos-2, Fuyu).
+"""Images that a processor puts in front of a prompt by itself, where no text stands for them (BLIP-2).
 
 The image's tokens stand beside special tokens that the processor writes, its text may be tokenized apart, and what the
 encoder is given may depend on the text (InstructBLIP). So one call of the processor makes it all, of the image and the
@@ -19,8 +19,6 @@ from trinity.preprocess.media import image_digest, size_of
 from trinity.preprocess.media_items import explain_size, make_gradient
 from trinity.preprocess.media_kinds import MediaItem
 from trinity.preprocess.media_limits import MediaBudget, MediaProblem
-from trinity.preprocess.prompt import PromptText
-from trinity.preprocess.prompt_problem import PromptProblem
 
 if TYPE_CHECKING:
     from trinity.preprocess.media import Picture
@@ -31,15 +29,14 @@ _WHERE = "_position_mask"  # end of the name of an output that has 1 where featu
 
 
 class FrontReader(ImageReader):
-    """Reads the one image of a prompt, and its whole prompt with it; see ``ItemReader``."""
+    """Reads the one image of a prompt, and the whole prompt with it; see ``ItemReader``."""
 
-    def read_source(self, source: Any, among: int, budget: MediaBudget, text: str = _TEXTS[0]) -> MediaItem:
-        """Read an image and the ids of its prompt, whose text is ``text``.
+    def read_beside(self, source: Any, budget: MediaBudget, text: str) -> MediaItem:
+        """Read an image, and the ids of its whole prompt, which has ``text`` behind it.
 
         Raises as ``KindReader.read_source`` does.
         """
-        image = self.open_image(source, among, budget)
-        return self.read(image, text=text)
+        return self.read(self.open_image(source, 1, budget), text=text)
 
     def read(self, image: Picture, among: int = 1, text: str = _TEXTS[0]) -> MediaItem:
         """Preprocess an image and the text behind it. Raises ``MediaProblem`` if the model's processor refuses it."""
@@ -98,18 +95,3 @@ class FrontReader(ImageReader):
 
 def _is_same(one: Any, other: Any) -> bool:
     return one.shape == other.shape and bool((one == other).all())
-
-
-def take_front_text(text: PromptText) -> str:
-    """Return the text of a prompt whose image is in front of it. Raises ``PromptProblem`` if it is not."""
-    before, behind = text.pieces
-    if before:
-        raise PromptProblem("this model's processor puts the image in front of all text: write <image> first, once")
-    if text.rendered:
-        raise PromptProblem("this model's processor puts the image in front of a plain text: give prompt=, not a chat")
-    if text.hidden is not None and text.hidden.count_hidden(behind):
-        raise PromptProblem(
-            "the text has special tokens of this model, whose processor reads image and text at once; leave them out",
-            media=False,
-        )
-    return behind

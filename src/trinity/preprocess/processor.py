@@ -17,7 +17,7 @@ from trinity.core.messages import MediaSpan, Work
 from trinity.errors import BadMedia, ClosedError, ConfigError, RequestError, RequestTooLarge, describe_error, own_errors
 from trinity.preprocess.content_parts import take_media
 from trinity.preprocess.frame_groups import cut_videos
-from trinity.preprocess.front_images import take_front_text
+from trinity.preprocess.front_images import FrontReader
 from trinity.preprocess.generation_config import (
     GenerationDefaults,
     check_token_ids,
@@ -257,22 +257,16 @@ class RequestProcessor:
 
     def _read_item(self, parsed: _ParsedRequest, index: int) -> MediaItem:
         budget, item = parsed.budget, parsed.media[index]
-        among = parsed.text.kinds.count(item.kind)
+        among, reader = parsed.text.kinds.count(item.kind), self._readers[item.kind]
         try:
             with budget.timed():
-                if self._loaded.in_front:
-                    return self._read_front(parsed, item)
-                return self._readers[item.kind].read_source(item.source, among, budget)
+                if isinstance(reader, FrontReader):
+                    return reader.read_beside(item.source, budget, parsed.text.pieces[-1])
+                return reader.read_source(item.source, among, budget)
         except MediaProblem as exc:
             raise BadMedia(f"{parsed.names[index]}: {exc}", parsed.request.request_id) from exc
         except TooManyTokens as exc:
             raise RequestTooLarge(str(exc), parsed.request.request_id) from exc
-
-    def _read_front(self, parsed: _ParsedRequest, item: Media) -> MediaItem:
-        reader = self._readers[item.kind]
-        with _prompt_errors(parsed.request.request_id):
-            text = take_front_text(parsed.text)
-        return reader.read_source(item.source, 1, parsed.budget, text)  # type: ignore[call-arg]
 
     def _finish(self, parsed: _ParsedRequest, items: Sequence[MediaItem]) -> ProcessedRequest:
         request = parsed.request

@@ -188,6 +188,19 @@ def _check_counts(found: Mapping[str, int], given: Mapping[str, int], message: s
             raise PromptProblem(f"{have} {kind} item(s) given, but {said}; the numbers must be equal")
 
 
+def check_in_front(text: PromptText) -> None:
+    """Raise ``PromptProblem`` if a prompt is not one image and then plain text, read by a processor in one call."""
+    if text.rendered:
+        raise PromptProblem("this model's processor puts the image in front of a plain text: give prompt=, not a chat")
+    if text.pieces[0]:
+        raise PromptProblem("this model's processor puts the image in front of all text: write <image> first, once")
+    if text.hidden is not None and text.hidden.count_hidden(text.pieces[-1]):
+        raise PromptProblem(
+            "the text has special tokens of this model, whose processor reads image and text at once; leave them out",
+            media=False,
+        )
+
+
 def order_media(text: PromptText, media: Sequence[Media]) -> tuple[tuple[Media, ...], tuple[str, ...]]:
     """Put media into the order of the text, and name each ("image 2 of 3") for error messages."""
     waiting = {kind: iter([item for item in media if item.kind == kind]) for kind in text.kinds}

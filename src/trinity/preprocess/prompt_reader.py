@@ -8,7 +8,7 @@ from typing import Any
 from trinity.preprocess.chat_template import ChatTemplate
 from trinity.preprocess.control_tokens import ControlTokens, HiddenTokens, render_safely
 from trinity.preprocess.loader import LoadedProcessor
-from trinity.preprocess.prompt import PromptText, build_chat, split_at_markers, split_rendered_chat
+from trinity.preprocess.prompt import PromptText, build_chat, check_in_front, split_at_markers, split_rendered_chat
 from trinity.preprocess.prompt_problem import PromptProblem
 from trinity.request import Request
 
@@ -20,13 +20,19 @@ class PromptReader:
     """
 
     def __init__(self, loaded: LoadedProcessor) -> None:
-        self._placeholders = loaded.placeholders
+        self._placeholders, self._in_front = loaded.placeholders, loaded.in_front
         self._template = ChatTemplate(loaded.processor, loaded.tokenizer)
         reserved = {token for each in loaded.placeholders.values() for token in (each.token, *each.reserved)}
         self._controls = ControlTokens(loaded.tokenizer, self._template.sources, reserved)
 
     def split(self, request: Request, counts: Mapping[str, int]) -> PromptText:
         """Split a request's prompt at its media, of which it has ``counts`` by kind. Raises ``PromptProblem``."""
+        text = self._split(request, counts)
+        if self._in_front and text.kinds:
+            check_in_front(text)
+        return text
+
+    def _split(self, request: Request, counts: Mapping[str, int]) -> PromptText:
         act = not request.untrusted if request.special_tokens is None else request.special_tokens
         hidden = None if act else HiddenTokens(self._controls)
         if request.messages is None:

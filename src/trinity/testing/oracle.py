@@ -137,6 +137,8 @@ class Oracle:
             return self._chat_inputs(request.messages, iter(images), clips, iter(sounds))
         assert isinstance(request.prompt, str), "the oracle takes prompt= or messages="
         text = split_at_markers(request.prompt, self._loaded.placeholders, Counter(item.kind for item in media))
+        if self._loaded.in_front and images:
+            return dict(self._processor(text=[text.pieces[-1]], images=images, return_tensors="pt"))
         whole = text.pieces[0]
         for kind, piece in zip(text.kinds, text.pieces[1:], strict=True):
             whole += self._loaded.placeholders[kind].token + piece
