@@ -107,14 +107,14 @@ def dead_names(root: Path) -> Iterator[str]:
 
 def unknown_words(root: Path) -> Iterator[str]:
     """Identifiers between backticks in Markdown that occur in no source, and in no example of the document itself."""
-    known = names.words(root)
+    known = names.words(root) | FOREIGN
     for document in documents(root):
         if document.stem not in HISTORY:
             text = document.read_text(encoding="utf-8")
             own = {word for fence in FENCE.findall(text) for word in names.WORD.findall(fence)}
             lines = FENCE.sub(lambda fence: "\n" * fence[0].count("\n"), text).splitlines()
             found = ((line, word) for line, each in enumerate(lines, 1) for word in names.identifiers(each))
-            unknown = ((line, word) for line, word in found if word not in known | own | FOREIGN)
+            unknown = ((line, word) for line, word in found if word not in known and word not in own)
             yield from (f"{document}:{line}: nothing is called {word}" for line, word in unknown)
 
 

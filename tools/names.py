@@ -48,6 +48,8 @@ class Names:
 
     def dead(self, text: str) -> Iterator[str]:
         """List the names of a text that the checkout lacks, in the text's order."""
+        if "." not in text and "import" not in text:
+            return  # as most lines
         imported = (f"{module}.{name.split()[0]}" for module, said in IMPORT.findall(text) for name in _listed(said))
         named = (*DOTTED.findall(text), *imported)
         yield from (name for name in named if name not in self.groups and not self.has(name))
@@ -88,15 +90,14 @@ def _files(root: Path) -> Iterator[Path]:
 
 
 @cache
-def _tree(module: Path) -> ast.Module:
-    return ast.parse(module.read_text(encoding="utf-8"))
+def _names(module: Path) -> dict[str, ast.stmt]:
+    """What a module binds, by name; none where there is no such file."""
+    return dict(_bound(ast.parse(module.read_text(encoding="utf-8")).body)) if module.exists() else {}
 
 
 def _member(module: Path, parts: tuple[str, ...]) -> bool:
     """Test whether the module binds the first name and, where that is a class of its own, the class the second."""
-    if not module.exists():
-        return False
-    bound = dict(_bound(_tree(module).body))
+    bound = _names(module)
     if parts[0] not in bound:
         return False
     found = bound[parts[0]]

@@ -33,6 +33,7 @@ def test_the_day_as_recorded_which_is_served() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_the_benchmark_states_its_predicates_and_they_hold() -> None:
     result = bench.run(Setting(quick=True))
     assert [aim.met for aim in result.aims] == [True] * 4

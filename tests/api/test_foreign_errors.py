@@ -128,7 +128,7 @@ async def test_the_tokenizer_answers_nonsense(monkeypatch: pytest.MonkeyPatch) -
     ("error", "method"),
     [
         pytest.param(error, method, marks=rarely(often), id=f"{type(error).__name__}-{method}")
-        for error, method, often in in_turns(FOREIGN, ("__init__", "push", "finish"), 3)
+        for error, method, often in in_turns(FOREIGN, ("__init__", "push", "finish"), 6)
     ],
 )
 async def test_the_detokenizer_raises(error: BaseException, method: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,7 +199,7 @@ class Policy:
     ("answer", "letter"),
     [
         pytest.param(answer, letter, marks=rarely(often), id=f"{type(answer).__name__}-{letter}")
-        for answer, letter, often in in_turns([*FOREIGN, None, "P0", PeerUp("stranger", "EPD")], "EPD", 3)
+        for answer, letter, often in in_turns([*FOREIGN, None, "P0", PeerUp("stranger", "EPD")], "EPD", 6)
     ],
 )
 async def test_a_routing_policy_fails(answer: Any, letter: str) -> None:

@@ -47,6 +47,7 @@ def test_a_load_that_is_served_worse_falls_short() -> None:
     assert [aim.met for aim in load_aims({0.5: good, 1.0: bad}, "tiles")] == [False] * 3
 
 
+@pytest.mark.slow
 def test_it_runs() -> None:
     """Simulated figures are those of virtual time, whatever the machine does."""
     found = run(Setting(quick=True))

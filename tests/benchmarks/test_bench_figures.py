@@ -235,6 +235,7 @@ def test_a_result_says_pass_and_fail_beside_both_figures_and_why() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_every_figure_runs() -> None:
     made = figures.run(Setting(quick=True))
     names = {each["figure"] for each in made.values["claims"]}

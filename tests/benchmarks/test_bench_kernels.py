@@ -50,6 +50,7 @@ def test_the_aim_of_attention_is_that_of_large_batches() -> None:
     assert [aim.met for aim in far.aims] == [False], "no AVX-512: nothing to compare with"
 
 
+@pytest.mark.slow
 def test_every_stage_is_measured_in_both_dtypes() -> None:
     result = steps.run(QUICK)
     found = {(dtype, stage, batch): spent for dtype, stage, batch, spent in result.values["figures"]}

@@ -61,6 +61,7 @@ def test_without_text_ahead_nothing_changes(way: str) -> None:
     assert loaded(way, 2.0, 20).images.with_ < loaded(way, 2.0, 20).images.without
 
 
+@pytest.mark.slow
 def test_it_runs() -> None:
     """Simulated figures are those of virtual time, whatever the machine does."""
     found = run(Setting(quick=True))

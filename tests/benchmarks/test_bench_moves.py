@@ -69,6 +69,7 @@ def test_full_blocks_ahead_are_compared_with_stop_and_copy(pause_s: float, met: 
     assert len(row) == len(moves.AHEAD_HEADER)
 
 
+@pytest.mark.slow
 def test_it_runs() -> None:
     result = moves.run(Setting(quick=True, checkpoint=checkpoint))
     assert len(result.tables[1].rows) >= 1, "both, unless a request ends before its move"

@@ -82,6 +82,7 @@ def test_an_engine_of_which_no_setting_ran_has_a_row_that_says_so() -> None:
 # ---------------------------------------------------------------- served
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("alone")
 def test_served_keeps_its_trials_and_goes_on_from_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     setting = Setting(quick=True, checkpoint=checkpoint, kept=tmp_path)

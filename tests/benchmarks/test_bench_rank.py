@@ -205,6 +205,7 @@ def test_sources_are_what_is_imported_directly_or_not(tmp_path: Path) -> None:
     assert rank_sources.digest(rank_sources.behind(["trinity.a"], (), tmp_path)) != before
 
 
+@pytest.mark.slow
 def test_goodputs_do_not_hang_on_the_race_and_choices_do() -> None:
     searching = {path.name for path in rank_sources.behind(rank.SEARCH, rank.CHOICE)}
     assert {"trials.py", "bounds.py", "simulator.py", "goodput.py", "scheduler.py", "world.hpp"} <= searching
@@ -214,6 +215,7 @@ def test_goodputs_do_not_hang_on_the_race_and_choices_do() -> None:
     assert rank.keys(SMALL) != rank.keys(rank.Sizes())
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_from_what_was_done(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[list[rank.Job]] = []
 

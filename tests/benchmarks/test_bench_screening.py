@@ -21,6 +21,7 @@ def test_a_question_is_the_same_every_time_and_half_of_them_have_contents_that_r
     assert not any(row.hash_ids for row in question(4).trace)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "setting"), [(8, "kv=grouped"), pytest.param(18, "routing=least_loaded", marks=pytest.mark.slow)]
 )

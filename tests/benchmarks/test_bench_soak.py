@@ -40,6 +40,7 @@ def test_what_passes(series: Series, ends: dict[str, int], good: bool) -> None:
     assert table.rows[0][-1] == ("flat" if good or "StageError" in ends else "GROWS")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seconds", [3.0, pytest.param(20.0, marks=pytest.mark.slow)])
 async def test_a_short_soak(seconds: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LRU_CACHE_CAPACITY", "32")  # else code for shapes takes a minute to fill its cache

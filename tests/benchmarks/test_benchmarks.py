@@ -108,6 +108,7 @@ def test_the_two_lengths_differ_by_decode_steps_alone() -> None:
     assert load.steps == 8
 
 
+@pytest.mark.slow
 def test_an_encode_instance_lacks_the_language_model(quick: Callable[[str], Result]) -> None:
     values = quick("memory").values
     encode, whole = values["resident"]["E"], values["resident"]["EPD"]

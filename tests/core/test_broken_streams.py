@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from support.reader_checks import check_readers
 from support.streaming_clusters import streaming_cluster, strike_streams
+from support.thinned import thinned
 from trinity.core.failure_policy import FailurePolicy
 from trinity.core.instance import arrival
 from trinity.core.instance.prefix_fetches import PrefixFetches
@@ -170,7 +171,7 @@ SEEN: dict[Callable[[pytest.MonkeyPatch], None], int] = {careless: 77, owing: 22
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+@pytest.mark.parametrize("rule", thinned(RULES, lambda rule: rule not in SEEN), ids=lambda rule: rule.__name__)
 def test_a_rule_not_kept_is_noticed(
     rule: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

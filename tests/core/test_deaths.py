@@ -17,7 +17,7 @@ from trinity.core.instance.state import State
 from trinity.core.messages import Gone, Moved, PeerDown, PeerUp, Send, Step, Value
 from trinity.testing.virtual import Durations, VirtualCluster, make_settings
 
-AT_ALL = 100
+AT_ALL = 50
 POOLS = {"image": 16, "kv": 32}
 STILL = Durations(lambda *_: 0.01, lambda *_: 1.0, lambda *_: 0.1)
 
@@ -125,7 +125,7 @@ def is_noticed() -> bool:
     return False
 
 
-@pytest.mark.parametrize("kind", [Gone, Moved])
+@pytest.mark.parametrize("kind", [Gone, pytest.param(Moved, marks=pytest.mark.slow)])
 def test_a_word_that_is_not_said_is_noticed(kind: type[Value], monkeypatch: pytest.MonkeyPatch) -> None:
     unsaid(kind, monkeypatch)
     assert is_noticed()

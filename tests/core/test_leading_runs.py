@@ -31,7 +31,7 @@ from trinity.core.transfers import TransferPolicy
 from trinity.testing.virtual import Durations, VirtualCluster, make_settings
 
 POLICY = FailurePolicy(recoveries=20, wait_s=10.0)
-AT_ALL = 60
+AT_ALL = 30
 
 
 def run(seed: int, deaths: bool = True, limit: int = 1_000_000) -> VirtualCluster:

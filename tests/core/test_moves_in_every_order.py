@@ -113,7 +113,7 @@ def without_senders(patch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("broken", "victim", "back"),
-    [(without_a_tombstone, "D1", False), (without_senders, "D0", False)],
+    [(without_a_tombstone, "D1", False), pytest.param(without_senders, "D0", False, marks=pytest.mark.slow)],
 )
 def test_a_rule_that_is_not_kept_is_missed(
     broken: Callable[[pytest.MonkeyPatch], None], victim: str, back: bool, monkeypatch: pytest.MonkeyPatch

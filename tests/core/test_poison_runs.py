@@ -76,9 +76,9 @@ def count(seeds: range, make: Callable[[int], Poison]) -> Counter[str]:
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("policy", [DEFAULT, EARLY], ids=["after two", "after one"])
 def test_poison_is_refused_and_every_other_request_is_whole(policy: FailurePolicy) -> None:
-    seen = count(range(100), lambda seed: calm_cluster(seed, policy))
+    seen = count(range(40), lambda seed: calm_cluster(seed, policy))
     assert {kind for kind in seen if kind.startswith("other")} == {"other length", "other stop"}
-    assert seen["poison PoisonRequest"] > 100
+    assert seen["poison PoisonRequest"] > 40
     assert seen["fourth"] <= 1, "whose death was heard of only as it had been sent on"
     typed = sum(number for kind, number in seen.items() if kind.startswith("poison") and kind.endswith("Error"))
     assert typed <= 3, "refused as before, after as many losses"
@@ -99,23 +99,23 @@ def test_poison_under_each_placement(placement: str) -> None:
 def test_the_last_death_is_its_own() -> None:
     """Nothing else was on the instance, nor on its way there."""
     company = Counter[int]()
-    for seed in range(40):
+    for seed in range(16):
         poison = calm_cluster(seed, DEFAULT)
         poison.cluster.run(300_000)
         for name, deaths in poison.deaths.items():
             if is_poison(poison.cluster.outcomes[name].end) and deaths:
                 company[deaths[-1][1]] += 1
     assert set(company) == {0}
-    assert company[0] > 40
+    assert company[0] > 15
 
 
 @pytest.mark.timeout(900)
 def test_beside_deaths_from_outside_next_to_nobody_else_is_blamed() -> None:
     """Faults, freezes and leases come too."""
-    seen = count(range(40), lambda seed: poisoned_cluster(seed, PATIENT))
+    seen = count(range(16), lambda seed: poisoned_cluster(seed, PATIENT))
     known = {*TYPED, "length", "stop", "cancelled", "PoisonRequest"}
     assert {kind.split()[1] for kind in seen if kind != "fourth"} <= known
-    assert seen["poison PoisonRequest"] > 16
+    assert seen["poison PoisonRequest"] > 5
     assert seen["other PoisonRequest"] <= 3, "died with twice in company, and then struck from outside alone"
     assert seen["fourth"] <= 3
 
@@ -216,7 +216,7 @@ def check_isolation(run: int) -> None:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("broken", RULES, ids=lambda each: each.__name__)
+@pytest.mark.parametrize("broken", thinned(RULES, lambda rule: RULES[rule] < 10), ids=lambda each: each.__name__)
 def test_a_rule_of_isolation_that_is_not_kept_is_noticed(
     broken: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

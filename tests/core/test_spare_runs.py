@@ -29,7 +29,7 @@ from trinity.core.spare_work import Spare
 from trinity.core.transfers import TransferPolicy
 from trinity.testing.virtual import Durations, VirtualCluster, make_settings
 
-AT_ALL = 50
+AT_ALL = 40
 
 
 def count(cluster: VirtualCluster, seen: Counter[str]) -> None:

@@ -7,7 +7,7 @@ import pytest
 from support.checkpoint_files import checkpoint
 from support.recordings import MULTIMODAL, case_of, copy_of, methods_of, served
 from support.request_cases import answers, ask, blue, red, waves
-from support.thinned import FEW
+from support.thinned import FEW, rarely
 from trinity.request import Request
 from trinity.testing.checkpoints import ARCHITECTURES
 from trinity.testing.oracle import OracleAnswer
@@ -68,7 +68,9 @@ async def test_zeroed_kv_blocks_change_the_tokens(
         assert tokens != right, request
 
 
-@pytest.mark.parametrize("architecture", [pytest.param(n, marks=pytest.mark.xdist_group(n)) for n in MULTIMODAL])
+@pytest.mark.parametrize(
+    "architecture", [pytest.param(n, marks=[pytest.mark.xdist_group(n), *rarely(n in FEW)]) for n in MULTIMODAL]
+)
 def test_the_oracle_tells_another_image_and_no_image_apart(
     architecture: str, expected: dict[str, OracleAnswer]
 ) -> None:

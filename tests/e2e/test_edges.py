@@ -38,7 +38,7 @@ def _answers(architecture: str) -> dict[str, OracleAnswer]:
     ("architecture", "method"),
     [
         pytest.param(name, method, marks=[pytest.mark.xdist_group(name), *rarely(often)])
-        for name, method, often in in_turns(MULTIMODAL, ("E+P+D", "EPD", "ED+P"), 3)
+        for name, method, often in in_turns(MULTIMODAL, ("E+P+D", "EPD", "ED+P"), 6)
     ],
 )
 def test_images_anywhere_and_any_number_of_times(architecture: str, method: str) -> None:

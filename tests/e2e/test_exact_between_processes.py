@@ -28,8 +28,8 @@ from trinity.testing.oracle import Oracle
 
 
 def often(case: tuple[str, str]) -> bool:
-    """Of other ways of NIXL, the placement where all moves."""
-    return case[0] in ("shm", "nixl", "ucx") or case[1] == "1E1P1D"
+    """The placement where all moves, and all placements over shared memory."""
+    return case[0] == "shm" or case[1] == "1E1P1D"
 
 
 SCHEMES = ("shm", "nixl", "nixl-tcp", "nixl-push", "ucx")

@@ -39,7 +39,7 @@ def moved(architecture: str, placement: str, patch: pytest.MonkeyPatch, waves: A
     return found
 
 
-OFTEN = (*FEW, "qwen2_5_vl", "minicpmv4_6")
+OFTEN = (*FEW, "minicpmv4_6")
 
 
 def placement_of(architecture: str) -> str:
@@ -54,7 +54,7 @@ def test_tokens_and_logits_are_those_of_generate(architecture: str, monkeypatch:
     assert problems(found, wanted) == {}
 
 
-@pytest.mark.parametrize("architecture", thinned(ARCHITECTURES, FEW.__contains__))
+@pytest.mark.parametrize("architecture", thinned(ARCHITECTURES, FEW[1:3].__contains__))
 def test_they_are_so_where_full_blocks_go_ahead(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     wanted, ahead = answers(architecture), TransferPolicy(precopy="on")
     found = moved(architecture, placement_of(architecture), monkeypatch, waves(architecture), transfers=ahead)
@@ -66,7 +66,7 @@ def test_they_are_so_where_full_blocks_go_ahead(architecture: str, monkeypatch: 
     assert count_moves(found.record).total() > 0
 
 
-@pytest.mark.parametrize("architecture", thinned(ARCHITECTURES, FEW.__contains__))
+@pytest.mark.parametrize("architecture", thinned(ARCHITECTURES, FEW[2:].__contains__))
 def test_sampled_ones_are_those_that_are_left_alone(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = (sampled(() if architecture in TEXT_ONLY else (red(),)),)
     pools = {"image": 96, "kv": 512}

@@ -16,6 +16,7 @@ from support.moved_streams import check_alike, read_moving, reason_of, sampled
 from support.pipeline_options import pipeline_options
 from support.recordings import TEXT_ONLY
 from support.shared_launcher import sharing
+from support.thinned import thinned
 from trinity.core.transfers import TransferPolicy
 from trinity.pipeline import Pipeline
 from trinity.remote.fork_client import Launcher
@@ -51,7 +52,7 @@ def wanted() -> list[list[int]]:
 @pytest.mark.parametrize(
     ("scheme", "placement", "named"),
     [
-        *((scheme, "1E1P2D", {}) for scheme in SCHEMES),
+        *thinned(((scheme, "1E1P2D", {}) for scheme in SCHEMES), lambda case: case[0] in ("nixl-push", "ucx")),
         *(("shm", placement, {"depth": depth}) for placement, depth in [("2EPD", 1), ("1E1P2D", 2)]),
         *((scheme, "1E1P2D", {"transfers": TransferPolicy(precopy="on")}) for scheme in ("shm", "ucx")),
     ],

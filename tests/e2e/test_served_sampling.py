@@ -21,6 +21,7 @@ from transformers import (
 from support.checkpoint_files import checkpoint
 from support.recordings import METHODS, Served, copy_of, oracle, problems, serve, served
 from support.request_cases import BUDGET, TEXT, answers, ask, red, waves
+from support.thinned import thinned
 from trinity.core.messages import ResolvedSampling
 from trinity.core.scheduler import BatchRules
 from trinity.pipeline import Pipeline
@@ -57,7 +58,7 @@ def alone() -> dict[str, list[int]]:
     return {name: output.token_ids for outputs in one for name, output in outputs.items()}
 
 
-@pytest.fixture(scope="module", params=METHODS)
+@pytest.fixture(scope="module", params=thinned(METHODS, ("EPD", "E+P+D").__contains__))
 def together(request: pytest.FixtureRequest) -> Served:
     """All of them twice among the cases of the matrix, in small chunks."""
     answers("llava")

@@ -161,10 +161,17 @@ VARIANTS: dict[str, Variant] = {
 }
 
 
+RARE = ("lanes-EP+D", "lanes-ED+P", "random-routing", "2E2P2D", "1E3P4D", "1E1EPD", "3EPD", "2EP2D")  # by-hand has many
+
+
 def often(name: str) -> bool:
     """Of the kinds that have a case for each method, those where all moves, and where all is together."""
     kind, _, method = name.partition("-")
-    return kind not in {*RULES, "uncached", "tight"} or method in ("E+P+D", "lanes") or name == "tight-EPD"
+    return (
+        (name not in RARE and kind not in {*RULES, "uncached", "tight"})
+        or method in ("E+P+D", "lanes")
+        or name == "tight-EPD"
+    )
 
 
 @pytest.mark.parametrize("name", thinned(VARIANTS, often))

@@ -19,6 +19,7 @@ from support.checkpoint_files import checkpoint
 from support.emulated_pipelines import LIVENESS_S, MODEL, POOLS, QUICK, asked, check, serve
 from support.paths import ROOT
 from support.running_instances import SECRET, by_hand, tcp
+from support.thinned import thinned
 from trinity.core.scheduler import BatchRules
 from trinity.costs.budgets import StepCost
 from trinity.costs.emulated_cost import LinearCost, TableCost
@@ -163,7 +164,7 @@ def no_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("no_torch")
-@pytest.mark.parametrize("connector", ["shm", "nixl", "nixl-push", "ucx"])
+@pytest.mark.parametrize("connector", thinned(("shm", "nixl", "nixl-push", "ucx"), ("shm", "ucx").__contains__))
 async def test_processes_serve_without_torch(connector: str) -> None:
     requests = asked()
     settings: dict[str, Any] = {"hosting": "process", "connector": connector, "verify": "always"}

@@ -206,6 +206,7 @@ def test_a_plan_that_was_saved_before_there_were_gaps_is_read() -> None:
 # ---------------------------------------------------------------- what is not screened
 
 
+@pytest.mark.slow
 def test_what_is_not_screened_is_searched_on_the_cores_and_said(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

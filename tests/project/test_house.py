@@ -243,6 +243,7 @@ def test_a_walk_counts_files_and_calls_by_where_they_lead(tmp_path: Path) -> Non
     assert house_walk.walk_figures(calls, modules) == house_walk.Walk(files=4, crossing=3, within=6, flat=2)
 
 
+@pytest.mark.slow
 def test_an_image_is_walked_through_this_tree() -> None:
     found = house_walk.walks(house_source.read_package(ROOT / "src", "trinity"), checkpoint("llava"))
     assert list(found) == ["EPD", "1E1P1D"]

@@ -99,6 +99,7 @@ async def test_two_hosts_serve_and_what_is_killed_comes_back(table: HostTable, b
             assert set(others) < set(command.instances()), "the others have gone on"
 
 
+@pytest.mark.slow
 async def test_a_lost_launcher_is_replaced(table: HostTable, both: list[HostCommand]) -> None:
     """The kernel ends its instances with it."""
     async with emulated(table) as pipe, asyncio.timeout(2 * LIVENESS_S):

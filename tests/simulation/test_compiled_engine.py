@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from support.engine_comparison import COMMANDS, EVENTS, REASONS, Case, Line, assert_equal, differences, random_case
 from support.scenarios import ORDERS
+from support.thinned import thinned
 from trinity.core.instance.settings import Reservation, Settings
 from trinity.core.messages import MediaSpan, Work
 from trinity.core.transfers import TransferPolicy
@@ -222,7 +223,7 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize("rule", CHANGES)
+@pytest.mark.parametrize("rule", thinned(CHANGES, [*CHANGES][::3].__contains__))
 def test_a_twin_with_another_rule_is_noticed(rule: str) -> None:
     """So the cases hang on every rule: a twin that ignored one would be found out."""
     noticed = 0
@@ -240,7 +241,7 @@ SWITCHES = (
 )
 
 
-@pytest.mark.parametrize("switch", SWITCHES)
+@pytest.mark.parametrize("switch", thinned(SWITCHES, SWITCHES[::3].__contains__))
 def test_a_twin_with_another_switch_is_noticed(switch: str) -> None:
     noticed = 0
     for seed in range(50):

@@ -26,7 +26,7 @@ from trinity.stages.models import LoadedModel, load_model
 from trinity.testing.checkpoints import ARCHITECTURES
 
 __all__ = ["cuda_stand_in"]
-TEXT_MODELS = ("llama", "mistral", "qwen2_vl", "qwen3_vl", "gemma3", "minicpmv4_6")
+TEXT_MODELS = ("llama", "qwen3_vl", "gemma3", "minicpmv4_6")
 OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in ARCHITECTURES if name not in TEXT_MODELS]
 pytestmark = pytest.mark.usefixtures(every_operator_is_torchs.__name__)
 

@@ -224,6 +224,7 @@ def step_at_random(solo: Solo, rng: np.random.Generator, running: dict[str, int]
     return {name: [one.token] for name, one in found.items()}
 
 
+@pytest.mark.slow
 def test_nothing_is_recorded_while_serving(monkeypatch: pytest.MonkeyPatch) -> None:
     """300 steps of up to eight texts of 1 to 1,400 tokens, in any company: each width of tables, no new graph."""
     monkeypatch.setattr(decode_graphs, "BATCH_SIZES", (1, 2, 4, 8))

@@ -235,6 +235,7 @@ def search(text: int) -> Search:
     return Search(own, asked, "P0", failures=FailurePolicy(recoveries=2, wait_s=0))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_in_every_order_of_the_death_of_its_prefill_a_request_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: Counter[bool] = Counter()

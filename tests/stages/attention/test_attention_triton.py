@@ -95,10 +95,10 @@ SINKS = torch.tensor([3.0, -1.0, 0.5, 2.0, 0.0, 1.0, -2.0])
 @pytest.mark.parametrize(
     ("heads", "params"),
     [
-        ((4, 4), AttentionParams(LAYER, 0.2)),
-        ((7, 1), AttentionParams(LAYER, 0.2, window=70)),
+        pytest.param((4, 4), AttentionParams(LAYER, 0.2), marks=pytest.mark.slow),
+        pytest.param((7, 1), AttentionParams(LAYER, 0.2, window=70), marks=pytest.mark.slow),
         ((6, 2), AttentionParams(LAYER, 0.2, span=90)),
-        ((7, 1), AttentionParams(LAYER, 0.2, sinks=SINKS)),
+        pytest.param((7, 1), AttentionParams(LAYER, 0.2, sinks=SINKS), marks=pytest.mark.slow),
         ((4, 2), AttentionParams(LAYER, 0.2, window=70, softcap=3.0, sinks=SINKS[:4])),
     ],
     ids=["full", "window", "span", "sinks", "all"],
