@@ -42,7 +42,8 @@ def score(plan: Plan, placement: str) -> float:
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("seed", [1, *(pytest.param(each, marks=pytest.mark.slow) for each in (2, 3, 4, 5))])
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(1, 6))
 def test_the_proposal_serves_the_true_traffic_nearly_as_well_as_the_best(seed: int) -> None:
     if compiled_engine.why_unavailable():
         pytest.skip(compiled_engine.why_unavailable())

@@ -33,6 +33,7 @@ def found(kept: Path) -> Result:
     return gpu.measure(SMALL, 5, kept)
 
 
+@pytest.mark.slow
 def test_every_section_runs(found: Result) -> None:
     assert {"attention", "steps", "moves", "generate_batch", "dual_stream", "placements", "full_load"} <= set(
         found.values

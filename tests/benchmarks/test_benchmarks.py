@@ -199,6 +199,7 @@ def test_noisy_rounds_are_named() -> None:
     assert ttft_methods.result({"EPD": served}, schedule, 1).notes == []
 
 
+@pytest.mark.slow
 def test_transports_are_measured_beside_their_limit(quick: Callable[[str], Result]) -> None:
     result = quick("transports")
     assert set(result.values) == {"inproc", "shm"}

@@ -1,4 +1,4 @@
-"""Interleavings of whole placements, each checked after every event (``trinity.testing.checks``): a twentieth of the
+"""Interleavings of whole placements, each checked after every event (``trinity.testing.checks``): a fortieth of the
 first thousands in each run, all of them and 40,000 more in ``make test-all``.
 
 A failure names its seed: ``random_cluster(seed).run()`` in ``tests/support/scenarios.py`` repeats it, on any machine.
@@ -23,7 +23,7 @@ from trinity.core.scheduler import BatchRules
 from trinity.testing.conversation import ends_lease_early
 from trinity.testing.virtual import Durations, Faults, VirtualCluster, make_settings, predict_steps
 
-PER_PLACEMENT, IN_EACH_RUN = 120, 6
+PER_PLACEMENT, IN_EACH_RUN = 120, 3
 
 
 def run(seed: int, placement: str | None = None, depth: int | None = None) -> VirtualCluster:

@@ -39,7 +39,7 @@ def copies(count: int) -> Waves:
     return tuple(tuple(copy_of(one, n) for n in range(count) for one in wave) for wave in waves("llava"))
 
 
-FAST = (*METHODS, "depth")
+FAST = ("EPD", "ED+P", "E+P+D", "depth")
 
 
 @pytest.mark.parametrize(

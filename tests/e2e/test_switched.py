@@ -120,7 +120,7 @@ def sampled() -> list[Request]:
     pytest.param(*pair, drain_s, id="-".join((*pair, "drained" if drain_s else "cut")), marks=rare)
     for number, pair in enumerate(PAIRS)
     for drain_s, turn in ((LIVENESS_S, 0), (0.0, 1))
-    for rare in [[pytest.mark.slow] * (number % 4 != turn)]
+    for rare in [[pytest.mark.slow] * (number % 6 != turn)]
 ])  # fmt: skip
 async def test_every_pair_of_roles_in_threads(one: str, other: str, drain_s: float) -> None:
     """Amid decoding: requests end there, or go on elsewhere with the tokens that they have."""
@@ -152,8 +152,8 @@ def switches_of(pipe: Pipeline) -> list[str]:
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("one", "other"), [("E", "D"), ("D", "P"), *(
-    pytest.param(*each, marks=pytest.mark.slow) for each in PAIRS if each not in (("E", "D"), ("D", "P"))
+@pytest.mark.parametrize(("one", "other"), [("D", "P"), *(
+    pytest.param(*each, marks=pytest.mark.slow) for each in PAIRS if each != ("D", "P")
 )])  # fmt: skip
 async def test_every_pair_of_roles_between_processes(one: str, other: str) -> None:
     placement = "".join(f"{2 if letter == one else 1}{letter}" for letter in "EPD")

@@ -254,7 +254,7 @@ asyncio.run(ask())
 """
 
 
-@pytest.mark.parametrize("how", ["fork", "lock"])
+@pytest.mark.parametrize("how", ["fork", pytest.param("lock", marks=pytest.mark.slow)])
 def test_it_ends_with_a_parent_that_forked_and_while_it_holds_the_interpreter(
     how: str, llama: Path, tmp_path: Path
 ) -> None:

@@ -122,7 +122,7 @@ async def recovered(pipe: Pipeline, request: Request) -> Output:
                 await asyncio.sleep(0.05)
 
 
-@pytest.mark.parametrize("victim", ["E0", "P0", "D0"])
+@pytest.mark.parametrize("victim", thinned(("E0", "P0", "D0"), ("D0",).__contains__))
 async def test_a_killed_instance_fails_its_requests_and_is_started_again(victim: str) -> None:
     wanted = oracle().generate(requests()[1])
     async with pipeline("E+P+D", failures=NO_RECOVERY) as pipe:

@@ -32,7 +32,7 @@ from trinity.request import Output
 from trinity.testing.oracle import Oracle
 
 SCHEMES = ("shm", "nixl", "nixl-tcp", "nixl-push", "ucx")
-OFTEN = ("shm", "ucx")
+OFTEN = ("shm",)
 SOURCES = {"image": "E0", "kv": "P0"}
 TARGETS = {"image": "P0", "kv": "D0"}
 

@@ -25,6 +25,7 @@ from support.freezing import freeze
 from support.pipeline_options import pipeline_options
 from support.running_instances import LIVENESS_S, by_hand, pipeline, recovered, request, tcp
 from support.shared_launcher import sharing
+from support.thinned import thinned
 from trinity.core.failure_policy import NO_RECOVERY
 from trinity.emulation.model import EmulatedRequest
 from trinity.errors import ConfigError, Overloaded, PeerLost, RequestError
@@ -68,7 +69,7 @@ def gone(process: int) -> bool:
     return False
 
 
-@pytest.mark.parametrize("victim", ["E0", "P0", "D0"])
+@pytest.mark.parametrize("victim", thinned(("E0", "P0", "D0"), ("P0",).__contains__))
 async def test_a_frozen_instance_is_killed_and_started_again(launcher: Launcher, victim: str) -> None:
     async with three(silence_s=SILENCE_S) as pipe:
         process = pipe.processes[victim].process
@@ -264,7 +265,10 @@ async def test_a_loss_after_that_of_the_launcher(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("victims", [("P0",), ("launcher",), ("E0", "P0", "D0", "launcher")])
+@pytest.mark.parametrize(
+    "victims",
+    [*(pytest.param((each,), marks=pytest.mark.slow) for each in ("P0", "launcher")), ("E0", "P0", "D0", "launcher")],
+)
 async def test_closing_does_not_wait_for_who_is_frozen(victims: tuple[str, ...]) -> None:
     async with asyncio.timeout(LIVENESS_S), emulated(silence_s=1000.0) as pipe:
         launcher = launcher_of(pipe)._process

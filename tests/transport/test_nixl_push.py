@@ -87,6 +87,7 @@ def wanted() -> list[tuple[int, ...]]:
     return tokens_of_the_model()
 
 
+@pytest.mark.slow
 async def test_pipelines_of_processes_are_exact(wanted: list[tuple[int, ...]]) -> None:
     ready("nixl-push")
     await check_exact("E+P+D", "nixl-push", wanted)
