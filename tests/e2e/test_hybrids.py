@@ -74,7 +74,6 @@ def mark(name: str, case: str) -> Any:
     return pytest.param(name, case, marks=() if (name, case) in FAST else pytest.mark.slow, id=f"{name}-{case}")
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(("name", "case"), [mark(name, case) for name in SERVED for case in CASES])
 def test_tokens_of_generate(name: str, case: str, checkpoints: dict[str, Path]) -> None:
     folder, (placement, options) = checkpoint_of(checkpoints, name), CASES[case]
@@ -102,7 +101,6 @@ def test_the_control_zeroed_states_change_the_tokens(name: str, checkpoints: dic
     assert asyncio.run(main()) != generated(folder)
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", ["lfm2", *(pytest.param(each, marks=pytest.mark.slow) for each in LATER)])
 def test_a_decode_that_moves_takes_its_states_along(name: str, checkpoints: dict[str, Path]) -> None:
     folder = checkpoint_of(checkpoints, name)
@@ -119,7 +117,6 @@ def test_a_decode_that_moves_takes_its_states_along(name: str, checkpoints: dict
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("victim", ["P0", "D0"])
 @pytest.mark.parametrize("name", ["lfm2", "qwen3_next"])
 def test_a_killed_instance_costs_no_wrong_token(name: str, victim: str, checkpoints: dict[str, Path]) -> None:

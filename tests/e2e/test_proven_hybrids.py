@@ -107,7 +107,6 @@ def mark(name: str, placement: str) -> Any:
     return pytest.param(name, placement, marks=() if (name, placement) == QUICK else pytest.mark.slow)
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(("name", "placement"), [mark(name, each) for name in TYPES for each in PLACEMENTS])
 def test_a_hybrid_with_images_is_served_exactly(name: str, placement: str) -> None:
     directory = proven(name)
@@ -118,7 +117,6 @@ def test_a_hybrid_with_images_is_served_exactly(name: str, placement: str) -> No
     assert wanted["one"].token_ids != wanted["other"].token_ids, "another image gives other tokens"
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     "name", [pytest.param(each, marks=() if each == QUICK[0] else pytest.mark.slow) for each in HYBRIDS]
 )

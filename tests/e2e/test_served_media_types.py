@@ -43,7 +43,6 @@ CELLS = [_mark(name, method, soon=SOON.get(name) == method) for name in SERVED_M
 TYPES = [_mark(name) for name in SERVED_MEDIA_TYPES]
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(("model_type", "method"), CELLS)
 def test_tokens_and_logits_of_generate(model_type: str, method: str) -> None:
     known(model_type)  # outside of the pipeline's loop
@@ -64,7 +63,6 @@ def check_situations(found: Served, states: bool) -> None:
     assert sorted(contents) == sorted({span.content for span in spans}), "each image is encoded once"
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("model_type", TYPES)
 @pytest.mark.parametrize("method", ["EPD", "E+P+D"])
 def test_preempted_and_computed_again(model_type: str, method: str) -> None:
@@ -75,7 +73,6 @@ def test_preempted_and_computed_again(model_type: str, method: str) -> None:
     assert sum(output.preemptions for output in found.outputs.values()), "the pools held two, or one at a time"
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("model_type", TYPES)
 def test_another_image_changes_what_generate_gives(model_type: str) -> None:
     answers, lengths = known(model_type).answers, known(model_type).lengths
@@ -86,7 +83,6 @@ def test_another_image_changes_what_generate_gives(model_type: str) -> None:
     assert len({tuple(each.token_ids) for each in answers.values()}) >= len(answers) - 2
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("model_type", TYPES)
 def test_zeroed_image_blocks_are_seen(model_type: str) -> None:
     known(model_type)

@@ -60,7 +60,6 @@ CASES = [
 ]
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize(("model_type", "placement"), CASES)
 def test_the_tokens_of_generate(model_type: str, placement: str, tmp_path: Path) -> None:
     directory = build_any_text(model_type, tmp_path)

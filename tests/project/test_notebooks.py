@@ -10,10 +10,9 @@ from pathlib import Path
 import nbformat
 import pytest
 
-from support.notebooks import LIMIT_S, check_empty, printed, run_notebook, shown
+from support.notebooks import check_empty, printed, run_notebook, shown
 from support.paths import EXAMPLES
 
-pytestmark = pytest.mark.timeout(LIMIT_S + 20)
 NAMES = sorted(path.name for path in EXAMPLES.glob("*.ipynb"))
 
 

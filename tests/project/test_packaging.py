@@ -118,7 +118,6 @@ def test_a_wheel_that_compiled_nothing_installs_in_an_empty_environment(tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
 def test_an_installed_wheel_serves_the_shapes_model_as_the_first_page_says(tmp_path: Path) -> None:
     """No checkout, no compiler, no native code; what trinity needs is lent by this environment, trinity itself not."""
     with wheel(tmp_path / "made", TRINITY_NATIVE="0") as made:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from examples import plan as example
-from support.notebooks import LIMIT_S, printed, run_notebook
+from support.notebooks import printed, run_notebook
 from trinity.planner import Plan
 from trinity.simulation import compiled_engine
 
@@ -52,7 +52,6 @@ def test_the_whole_hour_is_the_default(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @needs_twin
 @pytest.mark.slow
-@pytest.mark.timeout(LIMIT_S + 20)
 def test_the_notebook_runs(tmp_path: Path) -> None:
     cells = run_notebook("plan.ipynb", tmp_path, tmp_path)
     outputs = [one for cell in cells for one in cell.get("outputs", [])]

@@ -158,7 +158,7 @@ def test_no_file_names_a_registry_or_a_machine_path() -> None:
 def test_strict_pytest() -> None:
     options = PROJECT["tool"]["pytest"]["ini_options"]
     assert options["filterwarnings"] == ["error"]
-    assert options["timeout"] <= 120
+    assert options["timeout"] <= 600
     assert {"--strict-markers", "--strict-config"} <= set(options["addopts"])
 
 

@@ -31,7 +31,6 @@ CASES = [
 ]
 
 
-@pytest.mark.timeout(400)  # one starts a server
 @pytest.mark.parametrize(("document", "line", "block"), CASES)
 def test_block_runs(
     document: Path,

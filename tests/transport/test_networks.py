@@ -6,6 +6,9 @@ import asyncio
 import functools
 import logging
 import os
+import threading
+from collections.abc import Callable
+from contextlib import aclosing
 from typing import Any
 
 import msgspec
@@ -15,7 +18,7 @@ from hypothesis import strategies as st
 
 from support.lender import EMPTY, pool, ready
 from trinity.connector import Connector
-from trinity.errors import ConfigError, TransportUnavailable
+from trinity.errors import ConfigError, TransferTimeout, TransportUnavailable
 from trinity.transport import ucx_environment
 from trinity.transport.auto import AutoHostTransport, AutoTransport
 from trinity.transport.nixl import transport as nixl_transport
@@ -139,83 +142,126 @@ def test_a_reply_is_that_of_its_request(caplog: pytest.LogCaptureFixture) -> Non
     assert "a connection to source refused a reply" in caplog.text
 
 
-async def replies(agent: Any, source: str, seconds: float) -> list[bytes]:
-    """What the source has answered within this time, or its first answer."""
-    found: list[bytes] = []
+async def until(said: Callable[[], bool]) -> None:
+    """Wait for what a thread of nixl says or does."""
     async with asyncio.timeout(60):
-        for _ in range(int(seconds / 0.01)):
-            found += agent.get_new_notifs().get(source, [])
-            if found:
-                break
+        while not said():
             await asyncio.sleep(0.01)
-    return found
 
 
 async def test_a_stranger_gets_nothing_written(caplog: pytest.LogCaptureFixture) -> None:
     """An agent that has reached the source's port and knows all of its descriptor but the key."""
     ready("nixl-push")
-    transport, source, memory = NixlPushTransport(), pool(*SIZE), pool(*SIZE)
-    source.tensor.fill_(7)
-    theirs = msgspec.msgpack.decode(transport.publish(source), type=NixlDescriptor)
-    stage = StagingArea(memory)
-    whole = stage.region(1)
-    agent = make_agent(pool_region(memory).gpu)
-    agent.register_memory(whole.whole, whole.memory)
-    agent.add_remote_agent(theirs.metadata)
-    piece = stage.region(SIZE[1])
-    request = msgspec.msgpack.encode(PushRequest(agent.get_agent_metadata(), theirs.pool, piece, 0, [0], SIZE[1]))
-    for message in (request, LinkSeal(os.urandom(32), "").seal(request)[1], b""):
+    source, memory, answers = pool(*SIZE), pool(*SIZE), list[bytes]()
+    async with aclosing(NixlPushTransport()) as transport:
+        source.tensor.fill_(7)
+        theirs = msgspec.msgpack.decode(transport.publish(source), type=NixlDescriptor)
+        stage = StagingArea(memory)
+        whole = stage.region(1)
+        agent = make_agent(pool_region(memory).gpu)
+        agent.register_memory(whole.whole, whole.memory)
+        agent.add_remote_agent(theirs.metadata)
+
+        def listen() -> list[bytes]:
+            """All that was answered so far. The agent has no thread: what it was told to send, it sends here."""
+            answers.extend(agent.get_new_notifs().get(theirs.agent, []))
+            return answers
+
+        piece = stage.region(SIZE[1])
+        asked = PushRequest(agent.get_agent_metadata(), theirs.pool, piece, 0, [0], SIZE[1])
+        request = msgspec.msgpack.encode(asked)
+        for message in (request, LinkSeal(os.urandom(32), "").seal(request)[1], b""):
+            agent.send_notif(theirs.agent, message)
+        await until(lambda: bool(listen()) or caplog.text.count("request for blocks that lacks its secret") == 3)
+        assert answers == []
+        assert not stage._bytes[: SIZE[1]].any()
+        link = LinkSeal(theirs.key, theirs.agent)
+        number, message = link.seal(request)
         agent.send_notif(theirs.agent, message)
-    assert await replies(agent, theirs.agent, 1.0) == []
-    assert not stage._bytes[: SIZE[1]].any()
-    assert "refused a request for blocks that lacks its secret" in caplog.text
-    link = LinkSeal(theirs.key, theirs.agent)
-    number, message = link.seal(request)
-    agent.send_notif(theirs.agent, message)
-    assert [link.open(each) for each in await replies(agent, theirs.agent, 30.0)] == [
-        (number, msgspec.msgpack.encode(PushReply()))
-    ]
-    assert stage._bytes[: SIZE[1]].any()
-    assert bool((memory.tensor == EMPTY).all())
-    stage._bytes[:] = 0
-    agent.send_notif(theirs.agent, message)
-    assert await replies(agent, theirs.agent, 1.0) == []
-    assert not stage._bytes.any(), "nor is it written a second time"
-    assert "has come before" in caplog.text
-    del agent
-    stage.abandon()
-    await transport.aclose()
+        await until(lambda: bool(listen()))
+        assert [link.open(each) for each in answers] == [(number, msgspec.msgpack.encode(PushReply()))]
+        assert stage._bytes[: SIZE[1]].any()
+        assert bool((memory.tensor == EMPTY).all())
+        stage._bytes[:] = 0
+        agent.send_notif(theirs.agent, message)
+        await until(lambda: len(listen()) > 1 or "has come before" in caplog.text)
+        number, message = link.seal(msgspec.msgpack.encode(msgspec.structs.replace(asked, units=[SIZE[0]])))
+        agent.send_notif(theirs.agent, message)
+        await until(lambda: len(listen()) > 1)
+        opened = link.open(answers[1])
+        assert opened is not None
+        assert opened[0] == number, "it was answered a second time"
+        assert not stage._bytes.any(), "nor is it written a second time"
+        stage.abandon()
 
 
-async def test_a_forged_reply_ends_no_read(monkeypatch: pytest.MonkeyPatch) -> None:
+class Held:
+    """Requests that the source has taken and not begun; all happens on the thread of its agent, which alone may use it.
+
+    A write that is begun elsewhere is looked at before it is posted, and dropped as one that failed.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.requests: list[tuple[PushWriter, str, bytes]] = []
+        self.go = threading.Event()
+        self._begin, self._poll = PushWriter.start_write, PushWriter.poll
+        monkeypatch.setattr(PushWriter, "start_write", lambda *given: self.requests.append(given))
+        monkeypatch.setattr(PushWriter, "poll", lambda writer: self._begin_then_poll(writer))
+
+    def _begin_then_poll(self, writer: PushWriter) -> None:
+        while self.go.is_set() and self.requests:
+            self._begin(*self.requests.pop(0))
+        self._poll(writer)
+
+
+async def test_a_forged_reply_ends_no_read(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """An agent under the source's name says that all is written, while the source has not begun."""
     ready("nixl-push")
-    held: list[tuple[PushWriter, str, bytes]] = []
-    begin = PushWriter.start_write
-    monkeypatch.setattr(PushWriter, "start_write", lambda *given: held.append(given))
-    transport, source, memory = NixlPushTransport(), pool(*SIZE), pool(*SIZE)
+    held, source, memory = Held(monkeypatch), pool(*SIZE), pool(*SIZE)
     source.tensor.fill_(7)
-    remote = await transport.attach(transport.publish(source), memory)
-    link: Any = await remote.link()
-    reading = asyncio.create_task(remote.read([0], [0]))
-    async with asyncio.timeout(60):
-        while not held:
-            await asyncio.sleep(0.01)
-    writer, name, request = held[0]
-    api = load_nixl()
-    forger = api.nixl_agent(link.peer, api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
-    forger.add_remote_agent(link._metadata)
-    for forged in (msgspec.msgpack.encode({"number": 1}), request, b"", bytes(60)):
-        forger.send_notif(name, forged)
-    await asyncio.wait([reading], timeout=0.5)
-    assert not reading.done()
-    assert bool((memory.tensor == EMPTY).all())
-    monkeypatch.setattr(PushWriter, "start_write", begin)
-    begin(writer, name, request)
-    assert await reading == SIZE[1]
-    assert bool((memory.tensor[0] == 7).all())
-    del forger
-    await transport.aclose()
+    async with aclosing(NixlPushTransport(timeout_s=300.0)) as transport:
+        remote = await transport.attach(transport.publish(source), memory)
+        link: Any = await remote.link()
+        reading = asyncio.create_task(remote.read([0], [0]))
+        await until(lambda: bool(held.requests))
+        _, name, request = held.requests[0]
+        api = load_nixl()
+        forger = api.nixl_agent(link.peer, api.nixl_agent_config(enable_prog_thread=False, backends=["UCX"]))
+        forger.add_remote_agent(link._metadata)
+        for forged in (msgspec.msgpack.encode({"number": 1}), request, b"", bytes(60)):
+            forger.send_notif(name, forged)
+
+        def arrived() -> bool:
+            forger.get_new_notifs()  # it has no thread: what it was told to send, it sends here
+            return reading.done() or caplog.text.count("a reply that lacks its secret") == 4
+
+        await until(arrived)
+        await remote.generation([0])  # by the same thread, which has looked at every read since
+        assert not reading.done()
+        assert bool((memory.tensor == EMPTY).all())
+        held.go.set()
+        assert await reading == SIZE[1]
+        assert bool((memory.tensor[0] == 7).all())
+
+
+async def test_a_source_that_never_writes_costs_a_read_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The read fails in its time; the next one has a link of its own, and nothing outlives the close."""
+    ready("nixl-push")
+    held, source, memory = Held(monkeypatch), pool(*SIZE), pool(*SIZE)
+    before = set(threading.enumerate())
+    source.tensor.fill_(7)
+    async with aclosing(NixlPushTransport()) as transport:
+        remote = await transport.attach(transport.publish(source), memory)
+        remote._timeout_s = 0.2
+        with pytest.raises(TransferTimeout, match="did not deliver 1 blocks in time"):
+            await remote.read([0], [0])
+        assert bool((memory.tensor == EMPTY).all())
+        remote._timeout_s = 300.0
+        held.go.set()
+        assert await remote.read([1], [1]) == SIZE[1]
+        assert bool((memory.tensor[1] == 7).all())
+        assert bool((memory.tensor[0] == EMPTY).all()), "what was asked for first came after all"
+    await until(lambda: not any("nixl" in each.name for each in {*threading.enumerate()} - before))
 
 
 def test_the_interface_of_an_address_is_found_and_taken_where_none_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
