@@ -21,6 +21,7 @@ from trinity.preprocess.processor import RequestProcessor
 from trinity.preprocess.verdicts import find_verdict
 from trinity.request import Request, Sampling
 from trinity.stages.proof import prove
+from trinity.testing.oracle import Oracle
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 TYPES = ("blip-2", "instructblip")
@@ -93,6 +94,44 @@ def test_tokens_and_logits_of_generate(model_type: str, method: str) -> None:
     assert keys["one"] == keys["again"] != keys["other"]
     assert (keys["one"] == keys["asked"]) == (model_type == "blip-2"), "InstructBLIP's features depend on the text"
     assert found.outputs["again"].cached_tokens > 0
+
+
+PADDING = "!"  # the padding token of Kosmos' tiny checkpoints, without which positions are counted
+
+
+def padded_requests(padding: int) -> list[Request]:
+    """One whose prompt has padding tokens, and one whose outputs are such tokens."""
+    greedy, biased = Sampling(ignore_eos=True), Sampling(ignore_eos=True, logit_bias={padding: 100.0})
+    return [
+        Request(f"<image>{text}", images=[picture(1)], max_tokens=OUTPUTS, sampling=sampling, request_id=name)
+        for name, text, sampling in (
+            ("read", f"Who is{PADDING}{PADDING} there?", greedy),
+            ("written", "Who is there?", biased),
+        )
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("model_type", ["kosmos-2", "kosmos-2.5"])
+@pytest.mark.parametrize("method", ["EPD", "E+P+D"])
+def test_padding_tokens_have_no_place_where_they_are_read_and_where_they_are_written(
+    model_type: str, method: str
+) -> None:
+    directory = checkpoint(f"any-{model_type}")
+    if find_verdict(directory) is None:
+        assert (failed := prove(directory).failed) is None, f"{failed}"
+    oracle = Oracle(directory)
+    padding = oracle.inputs(padded_requests(0)[0])["input_ids"][0].tolist().count(0)
+    assert padding == 2, "its id is 0"
+    read, written = padded_requests(0)
+    own = {"read": oracle.answer(read).logits, "written": oracle.logits_along(written, [0] * OUTPUTS)}
+    rules = BatchRules(token_budget=7)
+    found = serve(directory, method, [[read, written]], rules=rules, pools={"image": 256, "kv": 512})
+    assert found.tokens("written") == [0] * OUTPUTS
+    assert found.tokens("read") == own["read"].argmax(-1).tolist()
+    for name, logits in own.items():
+        assert float((found.logits(name) - logits).abs().max()) < WITHIN * float(logits.abs().max()), name
 
 
 @pytest.mark.xdist_group("front-instructblip")

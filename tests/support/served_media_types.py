@@ -10,7 +10,7 @@ hyperclovax_vision_v2 idefics2 idefics3 internvl janus lfm2_vl lfm3_vl lighton_o
 llava_onevision minicpm_ocr minicpmv4_6 minicpmv4_7 minimax_m3_vl mistral3 mistral_large4 ovis2 paddleocr_vl
 qianfan_ocr qwen2_5_vl qwen2_vl qwen3_5 qwen3_5_moe qwen3_vl qwen3_vl_moe smolvlm video_llama_3 video_llava vipllava
 """
-IN_FRONT = ("blip-2", "instructblip")  # one image, in front of a plain text
+IN_FRONT = ("blip-2", "instructblip", "kosmos-2", "kosmos-2.5")  # one image, in front of a plain text
 SERVED_MEDIA_TYPES = (*_NAMES.split(), *IN_FRONT)
 # They serve by their proof, some in tests of their own; the matrix has not been run on them (it asks chats).
 _OTHERS = """

@@ -326,8 +326,8 @@ class RequestProcessor:
             raise RequestError(text, parsed.request.request_id) from exc
 
     def _find_placeholders(self, request: Request, ids: Sequence[int], items: Sequence[MediaItem]) -> list[int]:
-        if rows := [item.rows for item in items if item.rows]:
-            return list(rows[0])
+        if self._loaded.in_front:  # whatever ids stand there, and wherever else these are
+            return [row for item in items for row in item.rows]
         where = [position for position, token in enumerate(ids) if token in self.media_token_ids]
         expected = sum(item.tokens for item in items)
         if len(where) != expected:

@@ -28,6 +28,8 @@ MOST_SECONDS = 3600.0  # of one proof
 MOST_VERDICTS = 256  # files that the folder keeps
 _MOST_SAID = 600  # characters of what a failed process said
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
+_FORM = 2  # raised where a fact comes to mean something else
+MEDIA = -1  # stands for all placeholders, among token ids
 _LIBRARIES = ("transformers", "torch", "tokenizers", "pillow", "trinity-epd")
 
 
@@ -46,12 +48,14 @@ class MediaFacts(msgspec.Struct, frozen=True, kw_only=True):
     - ``added`` (False): features are added to the placeholder's embedding, in place of taking its place.
     - ``head`` ("config"): whose factors the output head applies: those of the "config", of its "text" part, or "none";
       "forward": logits are made by the model's own forward.
-    - ``first`` (0): rotary position of the first token.
+    - ``first`` (0): position of the first token.
     - ``axes`` (0): axes of rotary positions that the text model is given, where its config does not say more.
     - ``layers`` (none): layers of the text model to which an image adds a part of features each, and
       ``layer_names``: its keywords for where the rows are, and for the parts by layer (Granite Vision 4).
     - ``token_types`` ({}): by keyword of the text model that tells it the type of each token of a prompt, the types
-      that are not 0, by token id (ERNIE 4.5 VL, whose experts go by them).
+      that are not 0, by token id, that of media under ``MEDIA`` (ERNIE 4.5 VL, whose experts go by them).
+    - ``skipped`` (-1): id of a padding token that has no place: positions of a prompt are counted without it, from
+      behind this number, which is its own position (fairseq's; Kosmos-2).
     - ``text_alone`` (True): its processor takes a prompt without an image.
     - ``in_front`` (False): its processor writes an image's tokens into a prompt that has none, so that ids, and what an
       encoder is given, come of one call for image and text together, and a prompt has one image (BLIP-2).
@@ -78,6 +82,7 @@ class MediaFacts(msgspec.Struct, frozen=True, kw_only=True):
     layers: tuple[int, ...] = ()
     layer_names: tuple[str, str] = ("", "")
     token_types: dict[str, dict[int, int]] = {}
+    skipped: int = -1
 
     @property
     def media_tokens(self) -> dict[str, int]:
@@ -177,7 +182,7 @@ def has_weights(directory: Path) -> bool:
 
 def identify(directory: Path) -> str:
     """Digest what a verdict is of: small files by content, weights by size and time, and the libraries' versions."""
-    found = hashlib.sha256(repr([_version(name) for name in _LIBRARIES]).encode())
+    found = hashlib.sha256(repr([_FORM, *(_version(name) for name in _LIBRARIES)]).encode())
     for path in sorted(each for each in directory.resolve().iterdir() if each.is_file()):
         stat = path.stat()
         found.update(f"{path.name} {stat.st_size} ".encode())

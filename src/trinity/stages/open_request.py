@@ -87,7 +87,8 @@ class OpenRequest:
             return np.arange(start, end) + self.rope.delta
         axes, length = self.rope.prompt.shape
         after = np.arange(max(start, length), max(end, length)) + self.rope.delta
-        return np.concatenate((self.rope.prompt[:, start:end], np.broadcast_to(after, (axes, len(after)))), axis=1)
+        found = np.concatenate((self.rope.prompt[:, start:end], np.broadcast_to(after, (axes, len(after)))), axis=1)
+        return found[0] if axes == 1 else found
 
     def _groups(self, start: int, end: int) -> np.ndarray | None:
         if self.groups is None or (self.groups[start:end] < 0).all():

@@ -139,7 +139,7 @@ def make_tokenizer(processor_class: Any, sizes: TypeSizes) -> Any:
     return build_tokenizer(
         bos=sizes.bos,
         eos="<|im_end|>",
-        pad="<|endoftext|>",
+        pad=sizes.pad,
         extra=extra,
         plain=("<|im_start|>", image, *dict.fromkeys(plain), *sizes.plain),
         template=None

@@ -108,6 +108,7 @@ class TypeSizes:
       that its processor adds. ``ids``: fields of the config, each the id of a token.
     - ``model_class`` (""): the class of its checkpoints, where transformers' list has another.
     - ``embedding_std`` (0.5): of token embeddings; small where images would change nothing beside them.
+    - ``bos`` ("<s>"; None: its tokenizer adds none), ``pad``: special tokens.
     - ``image_token``, ``image_text``, ``audio_text``: of the chat template. ``chats`` (True): it has one at all.
     """
 
@@ -126,6 +127,7 @@ class TypeSizes:
     chats: bool = True
     audio_text: str = ""
     bos: str | None = "<s>"
+    pad: str = "<|endoftext|>"
     processor_class: str = ""
     image_processor: str = ""
     model_class: str = ""

@@ -370,8 +370,25 @@ OWN_SIZES: dict[str, TypeSizes] = {
         model_class="ShieldGemma2ForImageClassification",
     ),
     "t5gemma2": TypeSizes(config={"encoder.mm_tokens_per_image": 4}, image_text="<boi>"),
-    "kosmos-2": TypeSizes(further_ids=1040, processor_class="Kosmos2Processor"),
-    "kosmos-2.5": TypeSizes(processor_class="Kosmos2_5Processor", image_processor="Kosmos2_5ImageProcessorPil"),
+    "kosmos-2": TypeSizes(
+        further_ids=40,
+        processor={"num_patch_index_tokens": 8},
+        processor_class="Kosmos2Processor",
+        pad="!",  # the first id: positions begin behind it
+        tokens={"unk_token": '"'},  # behind it are words, and some of these stand for an image
+        chats=False,
+    ),
+    "kosmos-2.5": TypeSizes(
+        config={"latent_query_num": 16},
+        images={"max_patches": 64},
+        processor={"num_image_tokens": 16},
+        bos=None,  # its processor writes the token itself
+        pad="!",
+        tokens={"bos_token": "<s>", "boi_token": "<image>", "eoi_token": "</image>", "image_token": "<s>"},
+        processor_class="Kosmos2_5Processor",
+        image_processor="Kosmos2_5ImageProcessorPil",
+        chats=False,
+    ),
     "fun_asr_nano": TypeSizes(config={"adaptor_config.intermediate_size": 16}),
     "nemo_speechlm": TypeSizes(
         config={

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from transformers import LlamaConfig
 
-from trinity.preprocess.verdicts import MediaFacts
+from trinity.preprocess.verdicts import MEDIA, MediaFacts
 from trinity.stages.batch import Chunk, Decodes, build_batch
 from trinity.stages.models.generic import GenericAdapter
 
@@ -51,24 +51,44 @@ def test_without_layers_the_conventions_hold() -> None:
     assert adapter.language_inputs(rows(0), torch.tensor([0, 1, 2]), 4) == {}
 
 
-def test_types_of_tokens_go_by_their_ids_and_those_of_placeholders_by_the_images() -> None:
-    adapter = GenericAdapter(CONFIG, MediaFacts(image_token_id=5, token_types={"kinds": {5: 1, 7: 2}}))
-    ids, media = torch.tensor([7, 0, 0, 3, 0]), torch.tensor([False, True, True, False, False])
+def test_types_of_tokens_go_by_their_ids_and_placeholders_have_their_own() -> None:
+    adapter = GenericAdapter(CONFIG, MediaFacts(image_token_id=5, token_types={"kinds": {MEDIA: 1, 7: 2}}))
+    ids, media = torch.tensor([7, 0, 0, 3, 5]), torch.tensor([False, True, True, False, False])
     given = adapter.token_inputs(None, ids, media)
-    assert given["kinds"].tolist() == [[2, 1, 1, 0, 0]]
+    assert given["kinds"].tolist() == [[2, 1, 1, 0, 0]], "a placeholder's id outside of an image is a token (BOS)"
     assert adapter.reads_types, "no CUDA graph keeps them"
 
 
 def test_what_the_model_writes_has_no_type_whatever_its_id() -> None:
-    adapter = GenericAdapter(CONFIG, MediaFacts(image_token_id=5, token_types={"kinds": {5: 1, 7: 2}}))
+    adapter = GenericAdapter(CONFIG, MediaFacts(image_token_id=5, token_types={"kinds": {MEDIA: 1, 7: 2}}))
     ids, media = torch.tensor([7, 7, 0, 7]), torch.tensor([False, False, True, False])
     given = adapter.token_inputs(None, ids, media, torch.tensor([True, False, False, True]))
     assert given["kinds"].tolist() == [[0, 2, 1, 0]]
 
 
 def test_the_check_of_the_text_model_alone_has_no_token_with_a_type() -> None:
-    adapter = GenericAdapter(CONFIG, MediaFacts(image_token_id=5, token_types={"kinds": {5: 1, 7: 2}, "more": {9: 1}}))
+    types = {"kinds": {MEDIA: 1, 7: 2}, "more": {9: 1}}
+    adapter = GenericAdapter(CONFIG, MediaFacts(image_token_id=5, token_types=types))
     assert adapter.placeholder_ids == {5, 7, 9}
+    assert GenericAdapter(CONFIG, MediaFacts(image_token_id=5, skipped=0)).placeholder_ids == {0, 5}
+
+
+def test_positions_leave_a_padding_token_out() -> None:
+    adapter = GenericAdapter(CONFIG, MediaFacts(image_token_id=5, first=3, skipped=2))
+    plain = adapter.positions(None, np.array([9, 8, 7]), (), np.zeros(3))
+    assert (plain.prompt, plain.delta) == (None, 3)
+    found = adapter.positions(None, np.array([9, 2, 8, 2, 2, 7]), (), np.zeros(6))
+    assert found.prompt is not None
+    assert found.prompt.tolist() == [[3, 2, 4, 2, 2, 5]]
+    assert found.delta == 3, "outputs go on from the length of the prompt"
+
+
+def test_a_padding_token_that_the_model_writes_has_no_place_and_a_row_of_an_image_does() -> None:
+    adapter = GenericAdapter(CONFIG, MediaFacts(image_token_id=5, first=1, skipped=0))
+    ids, places = torch.tensor([7, 0, 0, 4]), torch.tensor([[1, 2, 3, 4]])
+    media = torch.tensor([False, False, True, False])  # ids of an image's rows are 0
+    assert adapter.place(ids, media, places).tolist() == [[1, 0, 3, 4]]
+    assert GenericAdapter(CONFIG, MediaFacts(image_token_id=5)).place(ids, media, places) is places
 
 
 def test_without_types_the_text_model_is_told_none() -> None:

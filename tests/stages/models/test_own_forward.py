@@ -58,6 +58,32 @@ def test_a_scale_that_no_convention_names_is_found() -> None:
     assert relative_error(plain, made) > 0.01
 
 
+class Beside(torch.nn.Module):
+    """A model that gives its text model features beside ids, ``parts`` times."""
+
+    base_model_prefix = "model"
+
+    def __init__(self, parts: int) -> None:
+        super().__init__()
+        self.parts, self.text = parts, torch.nn.Identity()
+
+    @property
+    def base_model(self) -> Any:
+        return self
+
+    def forward(self, input_ids: torch.Tensor, use_cache: bool, pixels: torch.Tensor) -> Any:
+        given = {f"part_{number}": pixels + number for number in range(self.parts)}
+        return self.text(input_ids=input_ids, mask=input_ids == 3, **given)
+
+
+def test_features_that_a_text_model_is_given_beside_ids_are_found_by_their_shape() -> None:
+    pixels = torch.arange(8.0).reshape(1, 4, 2)
+    assert torch.equal(forward_features(Beside(1), "text", 2, 3, 4, {"pixels": pixels}), pixels[0])
+    for parts, count in ((0, 4), (2, 4), (1, 3)):  # none, two, and of another number
+        with pytest.raises(StageError, match="no embeddings"):
+            forward_features(Beside(parts), "text", 2, 3, count, {"pixels": pixels})
+
+
 def test_a_model_that_never_reaches_its_text_model_is_told_of() -> None:
     class Lone(torch.nn.Module):
         base_model_prefix = "model"

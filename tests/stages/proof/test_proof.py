@@ -168,6 +168,29 @@ def test_a_processor_that_puts_an_image_in_front_by_itself_is_proven_with_one_im
     assert (verdict.facts.in_front, verdict.facts.text_alone) == (True, False)
 
 
+class CountsPadding(GenericAdapter):
+    """Counts a padding token like others."""
+
+    def positions(
+        self, model: Any, prompt: np.ndarray, spans: Sequence[MediaSpan], kinds: np.ndarray
+    ) -> RotaryPositions:
+        return RotaryPositions(None, self.facts.first)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "serves"), [("kosmos-2", ("image",)), ("kosmos-2.5", ("image", "text"))])
+def test_positions_that_a_text_model_counts_by_itself_are_found(name: str, serves: tuple[str, ...]) -> None:
+    directory = checkpoint(f"any-{name}")
+    verdict = prove(directory)
+    assert verdict.failed is None
+    assert verdict.serves == serves
+    assert (verdict.facts.first, verdict.facts.skipped, verdict.facts.in_front) == (1, 0, True)
+    failed = prove(directory, CountsPadding).failed
+    assert failed is not None
+    assert failed.name == "logits under chunking"
+    assert "an image beside a text" in failed.said
+
+
 def test_the_verdict_of_a_broken_adapter_is_not_kept() -> None:
     directory = checkpoint("any-vipllava")
     assert prove(directory, Shifted).failed is not None

@@ -28,7 +28,7 @@ MediaInputs = Mapping[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class RotaryPositions:
-    """Rotary positions of a prompt: int64 [3, length], None for 0, 1, 2, ...; later tokens get position + ``delta``."""
+    """Positions of a prompt: int64 [axes, length]; None for index + ``delta``, which later tokens get in any case."""
 
     prompt: np.ndarray | None = None
     delta: int = 0
@@ -218,6 +218,10 @@ class ModelAdapter:
         mask = torch.zeros((1, total), dtype=torch.bool, device=at.device)
         mask[0, at] = True
         return {"visual_pos_masks": mask, "deepstack_visual_embeds": list(further.chunk(self.deepstack, -1))}
+
+    def place(self, ids: Tensor, media: Tensor, places: Tensor) -> Tensor:
+        """Correct positions ``places`` [..., rows] where a token's id says that it has none; see ``token_inputs``."""
+        return places
 
     def token_inputs(self, text: Any, ids: Tensor, media: Tensor, written: Tensor | None = None) -> dict[str, Any]:
         """Make keywords of the text model ``text`` that depend on token ids, not on embeddings alone (Gemma 4).

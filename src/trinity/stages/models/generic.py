@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from trinity.core.messages import MediaSpan
-from trinity.preprocess.verdicts import MediaFacts
+from trinity.preprocess.verdicts import MEDIA, MediaFacts
 from trinity.stages.attention.interface import CAUSAL_LAYER
 from trinity.stages.models.base import (
     MediaInputs,
@@ -50,9 +50,9 @@ class GenericAdapter(ModelAdapter):
 
     @property
     def placeholder_ids(self) -> frozenset[int]:
-        """Ids of all placeholders, and of tokens with a type: no text alone has them."""
+        """Ids of all placeholders, and of tokens with a type, or without a place: no text alone has them."""
         typed = {number for kinds in self.facts.token_types.values() for number in kinds}
-        return super().placeholder_ids | typed
+        return super().placeholder_ids | {number for number in (*typed, self.facts.skipped) if number >= 0}
 
     @property
     def reads_types(self) -> bool:
@@ -133,8 +133,15 @@ class GenericAdapter(ModelAdapter):
         self, model: Any, prompt: np.ndarray, spans: Sequence[MediaSpan], kinds: np.ndarray
     ) -> RotaryPositions:
         if self.axes == 1:
-            return RotaryPositions(None, self.facts.first)
+            kept = prompt != self.facts.skipped
+            counted = None if kept.all() else (np.cumsum(kept) * kept + self.facts.skipped)[None]
+            return RotaryPositions(counted, self.facts.first)
         return super().positions(model, prompt, spans, kinds)
+
+    def place(self, ids: Tensor, media: Tensor, places: Tensor) -> Tensor:
+        if self.facts.skipped < 0:
+            return places
+        return places.masked_fill((ids == self.facts.skipped) & ~media, self.facts.skipped)
 
     def token_inputs(self, text: Any, ids: Tensor, media: Tensor, written: Tensor | None = None) -> dict[str, Any]:
         typed = ids if written is None else ids.masked_fill(written, -1)  # generate() gives no types as it decodes
@@ -145,11 +152,11 @@ class GenericAdapter(ModelAdapter):
         return {"per_layer_inputs": text.get_per_layer_inputs(padded[None], None), **found}
 
     def _find_types(self, kinds: dict[int, int], ids: Tensor, media: Tensor) -> Tensor:
-        """Find the types [1, rows] of tokens; those of placeholders go by the image's token."""
+        """Find the types [1, rows] of tokens."""
         found = torch.zeros_like(ids)
-        for number, kind in kinds.items():
-            found = torch.where(ids == number, kind, found)
-        return torch.where(media, kinds.get(self.facts.image_token_id, 0), found)[None]
+        for number in kinds.keys() - {MEDIA}:
+            found = torch.where(ids == number, kinds[number], found)
+        return torch.where(media, kinds.get(MEDIA, 0), found)[None]
 
     def head(self, model: Any, hidden: Tensor) -> Tensor:
         if self.facts.head == FORWARD:

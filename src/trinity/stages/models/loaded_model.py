@@ -231,12 +231,12 @@ class LoadedModel:
     def _run_text(self, batch: RaggedBatch, paged: PagedBatch, image: Tensor | None) -> Tensor:
         text = self.adapter.language(self.language)
         embeds, further = self._embed(text.get_input_embeddings()(batch.ids), batch, image)
-        written = batch.written if self.adapter.reads_types else None
-        further |= self.adapter.token_inputs(text, batch.ids, batch.media, written)
+        written, media = batch.written if self.adapter.reads_types else None, batch.media
+        further |= self.adapter.token_inputs(text, batch.ids, media, written)
         try:
             output = text(
                 inputs_embeds=embeds[None],
-                position_ids=batch.position_ids,
+                position_ids=self.adapter.place(batch.ids, media, batch.position_ids),
                 use_cache=False,
                 trinity_batch=paged,
                 **further,

@@ -48,12 +48,19 @@ class _StandIn(nn.Module):
 
 
 class _KeepsEmbeddings(_StandIn):
-    """Raises ``_Given`` with what it is given."""
+    """Raises ``_Given`` with what it is given: embeddings, or beside ids the features alone [1, count, width]."""
+
+    def __init__(self, width: int, like: Tensor, count: int) -> None:
+        super().__init__(width, like)
+        self.shape = (1, count, width)
 
     def forward(self, *given: Any, inputs_embeds: Tensor | None = None, **named: Any) -> None:
-        if inputs_embeds is None:
+        if inputs_embeds is not None:
+            raise _Given(inputs_embeds)
+        beside = [each for each in named.values() if isinstance(each, Tensor) and each.shape == self.shape]
+        if len(beside) != 1:
             raise StageError("the model's forward gives its text model no embeddings", stage="E")
-        raise _Given(inputs_embeds)
+        raise _Given(beside[0])
 
 
 class _GivesStates(_StandIn):
@@ -78,7 +85,7 @@ def forward_features(
     several threads. Raises ``StageError`` if the text model is never reached, and what the forward raises.
     """
     pixels = next(value for value in inputs.values() if value.is_floating_point())
-    twin = _replace(model.base_model, [language], _KeepsEmbeddings(width, pixels))
+    twin = _replace(model.base_model, [language], _KeepsEmbeddings(width, pixels, count))
     accepted = inspect.signature(twin.forward).parameters
     ids = torch.full((1, count), placeholder, device=pixels.device)
     try:

@@ -16,7 +16,14 @@ from trinity.errors import TrinityError
 from trinity.preprocess.checkpoint import read_config
 from trinity.preprocess.verdicts import MediaFacts, ProofPart, ProofVerdict, keep_verdict
 from trinity.stages.models.generic import FEATURE_WAYS, GenericAdapter
-from trinity.stages.proof.prompts import ProofPrompt, long_question, one_image, text_alone, three_images
+from trinity.stages.proof.prompts import (
+    ProofPrompt,
+    image_beside,
+    long_question,
+    one_image,
+    text_alone,
+    three_images,
+)
 from trinity.stages.proof.reference import SHORT_OUTPUTS, Expected
 from trinity.stages.proof.subject import TOLERANCE, Differs, Subject, relative_error
 from trinity.stages.proof.trial import Found, TriedModel
@@ -86,12 +93,8 @@ def _prove_images(subject: Subject, _: MediaFacts) -> Iterator[tuple[ProofPart, 
     expected = [subject.expect(prompts[0], outputs=SHORT_OUTPUTS), subject.expect(prompts[1])]
     other = subject.expect(one_image(seed=1), outputs=1)
     facts = subject.guess_facts(expected[0])
-    yield (
-        ProofPart(
-            "processor", True, f"loads, and expands an image to {expected[0].ids.count(facts.image_token_id)} tokens"
-        ),
-        facts,
-    )
+    count = int(expected[0].find(facts.image_token_id).sum())
+    yield ProofPart("processor", True, f"loads, and expands an image to {count} tokens"), facts
     facts = _find_features(subject, facts, prompts[0], expected[0])
     facts = _find_joined(subject, facts, (expected[0], other))
     trial = open_tried(subject, facts)
@@ -100,6 +103,8 @@ def _prove_images(subject: Subject, _: MediaFacts) -> Iterator[tuple[ProofPart, 
     facts, *parts = _prove_attention(subject, facts, prompts, expected)
     for part in parts:
         yield part, facts
+    if facts.skipped >= 0:
+        yield _prove_skipped(subject, facts), facts
     yield _prove_control(other, expected[0]), facts
 
 
@@ -244,6 +249,23 @@ def _prove_choice(
         raise Differs("logits of decodes", f"{error:.2g} off for {prompts[0].name}")
     said = f"{_name_attention(facts)}; logits of one prefill of {prompts[0].name} {error:.1g} off"
     return ProofPart("attention", True, said), part
+
+
+def _prove_skipped(subject: Subject, facts: MediaFacts) -> ProofPart:
+    """Prove that positions leave a padding token out, and that the text model has those of the longest text."""
+    prompt = image_beside(f"Who is{subject.reference.tokenizer.convert_ids_to_tokens(facts.skipped)} there?")
+    expected = subject.expect(prompt, outputs=SHORT_OUTPUTS)
+    if facts.skipped not in expected.ids:
+        raise Differs("positions", f"no text has the padding token {facts.skipped}, without which they are counted")
+    length = open_tried(subject, facts).processor.context_length
+    try:
+        subject.run_at(length - 1 + facts.first)
+    except Exception as error:
+        said = (
+            f"it has none for the last of {length} tokens ({error!s:.100}); lower max_position_embeddings in its config"
+        )
+        raise Differs("positions", said) from error
+    return prove_logits(subject, facts, prompt, expected)
 
 
 def measure_logits(subject: Subject, facts: MediaFacts, prompt: ProofPrompt, expected: Expected) -> tuple[float, float]:

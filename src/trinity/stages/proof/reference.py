@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,8 +41,7 @@ class Expected:
 
         Where the processor gave a mask of an image's rows, those.
         """
-        rows = find_rows(self.inputs)
-        return rows if rows is not None else torch.tensor([number in token_ids for number in self.ids])
+        return find_media(self.inputs, token_ids)
 
 
 class Reference:
@@ -187,7 +186,7 @@ class Reference:
             )
         first = notes[0] if notes else {}
         length = inputs["input_ids"].shape[1]
-        embeds, positions = first.get("inputs_embeds"), first.get("position_ids")
+        embeds, positions = first.get("inputs_embeds", _place_beside(first, inputs)), first.get("position_ids")
         return Expected(
             ids=inputs["input_ids"][0].tolist(),
             logits=torch.cat(list(found.logits)).float(),
@@ -203,6 +202,26 @@ def find_rows(inputs: dict[str, Any]) -> Tensor | None:
     """Find the rows [tokens] of a prompt that features replace, where a mask of its processor says so; else None."""
     masks = (value for name, value in inputs.items() if name.endswith("_position_mask"))
     return next((mask[0] == 1 for mask in masks), None)
+
+
+def find_media(inputs: dict[str, Any], token_ids: Collection[int]) -> Tensor:
+    """Find the rows [tokens] of a prompt that features replace: by the mask of its processor, or else by their ids."""
+    rows = find_rows(inputs)
+    return rows if rows is not None else torch.tensor([each in token_ids for each in inputs["input_ids"][0].tolist()])
+
+
+def _place_beside(given: dict[str, Any], inputs: dict[str, Any]) -> Tensor | None:
+    """Place features that a text model is given beside ids where a mask says: [1, tokens, width], other rows 0."""
+    rows = find_rows(inputs)
+    if rows is None:
+        return None
+    floating = [each for each in given.values() if isinstance(each, Tensor) and each.is_floating_point()]
+    beside = [each for each in floating if each.ndim == 3 and each.shape[:2] == (1, int(rows.sum()))]
+    if len(beside) != 1:
+        return None
+    placed = beside[0].new_zeros(1, len(rows), beside[0].shape[-1])
+    placed[0, rows] = beside[0][0]
+    return placed
 
 
 def raw_text(prompt: ProofPrompt) -> str:

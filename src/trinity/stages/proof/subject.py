@@ -15,14 +15,14 @@ from torch import Tensor
 from trinity.preprocess.audio_kind import find_extractor
 from trinity.preprocess.checkpoint import read_config
 from trinity.preprocess.media_kinds import kind_names
-from trinity.preprocess.verdicts import MediaFacts
+from trinity.preprocess.verdicts import MEDIA, MediaFacts
 from trinity.stages.models.base import HEAD_FIELDS, ModelAdapter
 from trinity.stages.models.generic import FORWARD, below_head
 from trinity.stages.models.loader import quiet
 from trinity.stages.models.partial_models import find_model_class
 from trinity.stages.models.states import StateLayout
 from trinity.stages.proof.prompts import ProofPrompt, image_beside, text_alone
-from trinity.stages.proof.reference import PROOF_OUTPUTS, SHORT_OUTPUTS, Expected, Reference
+from trinity.stages.proof.reference import PROOF_OUTPUTS, SHORT_OUTPUTS, Expected, Reference, find_media
 from trinity.stages.proof.trial_cache import TrialCache
 
 TOLERANCE = 2e-4  # of logits and features, relative to the largest; float32 is exact to about 1e-6
@@ -31,6 +31,7 @@ _ADAPTER = "adapter_config.json"
 _CROSS_ATTENTION = re.compile(r"cross_?att")
 _TOWERS = re.compile(r"qformer|vision|visual|tower|projector|resampler|perceiver|connector|image_encoder|aligner")
 _ORDINARY = {"input_ids", "attention_mask", "cache_position", "visual_pos_masks"}  # of a text model, for each token
+_COUNTS = "create_position_ids_from_input_ids"  # method of modules that do as fairseq does
 _PLACEHOLDERS = ("image_token_id", "image_token_index", "media_placeholder_token_id")
 
 
@@ -208,6 +209,11 @@ class Subject:
         """The model's own route of the prompt without media. Raises ``Differs`` if it does not run at all."""
         return self.expect(text_alone(), SHORT_OUTPUTS)
 
+    def run_at(self, place: int) -> None:
+        """Run a token of the text model at this position. Raises what that raises beyond a table of positions."""
+        embeds = self.language.get_input_embeddings()(torch.zeros((1, 1), dtype=torch.int64))
+        self.language(inputs_embeds=embeds, position_ids=torch.full((1, 1), place), use_cache=False)
+
     def run_one_by_one(self) -> bool:
         """Have chunks that go on from earlier states run token by token; False if they do, or there are no states."""
         states: StateLayout | None = getattr(self.model, "trinity_states", None)
@@ -235,26 +241,26 @@ class Subject:
             language=self.language_name,
             **named,
             **_find_layers(expected),
-            token_types=self._find_types(expected),
+            token_types=self._find_types(expected, [named[name] for name in named if name.endswith("_token_id")]),
             head=self._heads()[0],
             first=first,
             axes=axes,
         )
 
-    def _find_types(self, expected: Expected) -> dict[str, dict[int, int]]:
-        """Find types of tokens that the text model is told, by keyword and id. Raises ``Differs`` if ids do not do."""
+    def _find_types(self, expected: Expected, media: list[int]) -> dict[str, dict[int, int]]:
+        """Find types of tokens that the text model is told, by keyword and id. Raises ``Differs`` if ids do not do.
+
+        ``media``: ids of placeholders.
+        """
         named = inspect.signature(self.language.forward).parameters
         found: dict[str, dict[int, int]] = {}
         for name, value in expected.further.items():
             if name not in named or name in _ORDINARY or not _is_whole(value, len(expected.ids)) or _is_mask(value):
                 continue
-            pairs = set(zip(expected.ids, value.flatten().tolist(), strict=True))
-            if len(pairs) != len(set(expected.ids)):
-                raise Differs("text model", f"{name} is not the same for all tokens of one id")
-            found[name] = {number: kind for number, kind in sorted(pairs) if kind}
-        return {name: {**kinds, **self._find_further_types(name, expected.ids)} for name, kinds in found.items()}
+            found[name] = _pair_types(name, expected.inputs, value, media)
+        return {name: {**kinds, **self._find_further_types(name, expected.ids, media)} for name, kinds in found.items()}
 
-    def _find_further_types(self, name: str, known: list[int]) -> dict[int, int]:
+    def _find_further_types(self, name: str, known: list[int], placeholders: list[int]) -> dict[int, int]:
         """Find types of special tokens that are not among the ``known`` ids: the text beside an image may have them.
 
         Raises ``Differs`` if the processor tells none, or tells several of one id.
@@ -264,13 +270,12 @@ class Subject:
         others = [token for token, number in vocabulary if number not in media and number not in known]
         try:
             made = self.reference.inputs(image_beside(" ".join(others)), self.image_markup[1])
-            pairs = set(zip(made["input_ids"][0].tolist(), made[name].flatten().tolist(), strict=True))
+            return _pair_types(name, made, made[name], placeholders)
+        except Differs:
+            raise
         except Exception as error:  # processors raise what they like
             problem = f"{name} of its special tokens is not told ({type(error).__name__}: {error!s:.200})"
             raise Differs("text model", problem) from error
-        if len(pairs) != len({number for number, _ in pairs}):
-            raise Differs("text model", f"{name} is not the same for all tokens of one id")
-        return {number: kind for number, kind in sorted(pairs) if kind}
 
     def _special_marker(self) -> str:
         token, marker = self.image_markup
@@ -289,7 +294,14 @@ class Subject:
         if {"full_attention", "sliding_attention"} <= set(kinds):
             ways.append({"whole_media": True, "whole_windows": True})
         ways.append({"whole_media": True, "whole_prompt": True})
-        return [{**way, "head": head} for way in ways for head in self._heads()]
+        heads = [{"head": head} for head in self._heads()]
+        return [{**place, **way, **head} for place in self._list_places() for way in ways for head in heads]
+
+    def _list_places(self) -> list[dict[str, int]]:
+        """List how its text model may count positions: as it is told, or by itself from behind a padding token's id."""
+        counting = (each for each in self.language.modules() if hasattr(each, _COUNTS))
+        found = {int(each.padding_idx) for each in counting}
+        return [{}, *({"first": each + 1, "skipped": each} for each in sorted(found))]
 
 
 def refuse_structure(config: Any, kind: Any) -> None:
@@ -323,6 +335,15 @@ def _find_layers(expected: Expected) -> dict[str, Any]:
                 raise Differs("text model", f"it is given {name} by layer, and no mask tells for which tokens")
             return {"layers": tuple(value), "layer_names": (masks[0], name)}
     return {}
+
+
+def _pair_types(name: str, inputs: dict[str, Any], types: Tensor, media: list[int]) -> dict[int, int]:
+    """Pair ids of a prompt with the types of its tokens, where these are not 0. Raises ``Differs`` if ids do not do."""
+    ids = inputs["input_ids"][0].masked_fill(find_media(inputs, media), MEDIA)
+    pairs = set(zip(ids.tolist(), types.flatten().tolist(), strict=True))
+    if len(pairs) != len({number for number, _ in pairs}):
+        raise Differs("text model", f"{name} is not the same for all tokens of one id")
+    return {number: kind for number, kind in sorted(pairs) if kind}
 
 
 def _is_mask(value: Tensor) -> bool:

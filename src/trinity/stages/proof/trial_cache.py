@@ -15,8 +15,9 @@ from trinity.stages.proof.prompts import ProofPrompt
 from trinity.stages.proof.reference import PROOF_OUTPUTS, raw_text
 
 _PLAIN = MediaFacts()
-_NOT_PROCESSED = ("language", "features", "joined", "head", "first")  # facts that a request processor does not read
-_NOT_ENCODED = ("whole_media", "head", "first")  # those that an encoder does not
+# Facts that a request processor does not read.
+_NOT_PROCESSED = ("language", "features", "joined", "head", "first", "skipped")
+_NOT_ENCODED = ("whole_media", "head", "first", "skipped")  # those that an encoder does not
 
 EncodedMedia = tuple[BlockMemory | None, list[tuple[int, ...]]]
 """Memory of image blocks, and the blocks of each item."""
