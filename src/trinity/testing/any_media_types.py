@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from trinity.testing.any_media_sizes import SIDE, TypeSizes
 
 _ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
@@ -14,6 +16,8 @@ _VISION_START = "<|vision_start|><|image_pad|><|vision_end|>"
 _UNTIED = {"tie_word_embeddings": False, "text_config.tie_word_embeddings": False}  # else each token says itself again
 _HYBRID = ["linear_attention", "full_attention"]
 _GRID = {"image_grid_pinpoints": [[56, 56], [56, 112], [112, 56], [112, 112]]}
+_OPT = {"model_type": "opt", "hidden_size": 64, "ffn_dim": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+_QUERIES = TypeSizes(processor={"num_query_tokens": 4}, unnamed=("image_token",), chats=False, image_token="<image>")
 _LLAVA = TypeSizes(
     config={"image_seq_length": 16, **_GRID},
     images=_GRID,
@@ -35,31 +39,14 @@ OWN_SIZES: dict[str, TypeSizes] = {
         },
     ),
     "aya_vision": TypeSizes(processor={"img_size": 56, "patch_size": 14}),
-    "blip-2": TypeSizes(
+    "blip-2": replace(
+        _QUERIES,
         config={
             "num_query_tokens": 4,
-            "text_config": {
-                "model_type": "opt",
-                "hidden_size": 64,
-                "ffn_dim": 128,
-                "num_hidden_layers": 2,
-                "num_attention_heads": 4,
-                "word_embed_proj_dim": 64,
-                "max_position_embeddings": 2048,
-            },
+            "text_config": {**_OPT, "word_embed_proj_dim": 64, "max_position_embeddings": 2048},
         },
-        processor={"num_query_tokens": 4},
-        unnamed=("image_token",),
-        chats=False,
-        image_token="<image>",
     ),
-    "instructblip": TypeSizes(
-        config={"num_query_tokens": 4, "text_config.word_embed_proj_dim": 64},
-        processor={"num_query_tokens": 4},
-        unnamed=("image_token",),
-        chats=False,
-        image_token="<image>",
-    ),
+    "instructblip": replace(_QUERIES, config={"num_query_tokens": 4, "text_config.word_embed_proj_dim": 64}),
     "cohere_compass": TypeSizes(
         config={
             "text_config.layer_types": ["sliding_attention", "full_attention"],
