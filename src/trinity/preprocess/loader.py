@@ -105,7 +105,7 @@ class LoadedProcessor(msgspec.Struct, frozen=True):
     - ``media_token_ids``: ids of the prompt's rows that features replace.
     - ``run_tokenizer``: tokenizes texts with expanded placeholders.
     - ``atomic`` (False): as in ``ImageText``.
-    - ``whole_prompt``, ``text_alone``, ``in_front``: as in ``MediaFacts``.
+    - ``whole_prompt``, ``together``, ``text_alone``, ``in_front``: as in ``MediaFacts``.
     - ``pools_images`` (False): the class pools an image to one row, its embedding.
     - ``special_ids`` ({}): ids of special tokens by their text, which outputs do not show.
     - ``tiles`` (""): as in ``ImageText``.
@@ -123,6 +123,7 @@ class LoadedProcessor(msgspec.Struct, frozen=True):
     run_tokenizer: RunTokenizer
     atomic: bool = False
     whole_prompt: bool = False
+    together: frozenset[int] = frozenset()
     text_alone: bool = True
     in_front: bool = False
     pools_images: bool = False
@@ -160,7 +161,8 @@ def load_tokenizer_and_processor(
         placeholders, text, media_ids = {}, ImageText(), frozenset[int]()
     else:
         text = IMAGE_TEXT.get(config.model_type, ImageText()) if facts is None else ImageText(atomic=facts.whole_media)
-        markup = *_proven_markup(facts), _media_ids(config), facts is not None and facts.in_front
+        together = frozenset() if facts is None else frozenset(facts.together)
+        markup = *_proven_markup(facts), _media_ids(config) | together, facts is not None and facts.in_front
         placeholders = _find_placeholders(ModelFiles(config, tokenizer, processor, last_call, media_ids, *markup))
     return LoadedProcessor(
         config=config,
@@ -173,6 +175,7 @@ def load_tokenizer_and_processor(
         run_tokenizer=run_tokenizer,
         atomic=text.atomic,
         whole_prompt=facts is not None and facts.whole_prompt,
+        together=frozenset() if facts is None else frozenset(facts.together),
         text_alone=facts is None or facts.text_alone,
         in_front=facts is not None and facts.in_front,
         pools_images=bool(text.pooled_rows) and getattr(config, text.pooled_rows, None) == 1,

@@ -291,7 +291,7 @@ class RequestProcessor:
         work = Work(
             request=request.request_id,
             prompt=ids,
-            media=self._find_spans(where, items, request.cache_salt, len(ids)),
+            media=self._find_spans(where, items, request.cache_salt, self._count_whole(ids)),
             max_tokens=min(wanted, room),
             sampling=resolve_sampling(sampling, secrets.randbits(63)),
             stop_ids=ends | named,
@@ -339,16 +339,16 @@ class RequestProcessor:
         return where
 
     def _find_spans(
-        self, where: Sequence[int], items: Sequence[MediaItem], salt: str, prompt: int
+        self, where: Sequence[int], items: Sequence[MediaItem], salt: str, whole: int
     ) -> tuple[MediaSpan, ...]:
         spans, used = [], 0
         for item in items:
             first, last = where[used], where[used + item.tokens - 1]
-            spans.append(self._make_span(item, first, last + 1 - first, salt, prompt))
+            spans.append(self._make_span(item, first, last + 1 - first, salt, whole))
             used += item.tokens
         return tuple(spans)
 
-    def _make_span(self, item: MediaItem, offset: int, length: int, salt: str = "", prompt: int = 0) -> MediaSpan:
+    def _make_span(self, item: MediaItem, offset: int, length: int, salt: str = "", whole: int = 0) -> MediaSpan:
         return MediaSpan(
             kind=item.kind,
             tokens=item.tokens,
@@ -360,8 +360,14 @@ class RequestProcessor:
             width=item.width,
             height=item.height,
             strip=item.strip,
-            whole=prompt if self._loaded.whole_prompt else 0,
+            whole=whole,
         )
+
+    def _count_whole(self, ids: Sequence[int]) -> int:
+        """Count the first tokens of a prompt among which some see later ones, beyond one image: ``MediaSpan.whole``."""
+        if self._loaded.whole_prompt:
+            return len(ids)
+        return max((at + 1 for at, number in enumerate(ids) if number in self._loaded.together), default=0)
 
     def _stop_ids(self, sampling: Sampling) -> tuple[frozenset[int], frozenset[int]]:
         """List the tokens that end the output, and others that do so because a stop string is one."""

@@ -43,6 +43,8 @@ class MediaFacts(msgspec.Struct, frozen=True, kw_only=True):
     - ``clip_tokens`` (1): the fewest tokens of a clip that the model takes.
     - ``whole_media`` (False): tokens of one image see each other in both directions; with ``whole_windows`` (False) in
       layers with a window alone, with ``whole_prompt`` (False) as all tokens of a prompt with an image do (prefix LM).
+    - ``together`` (none): ids of tokens that all see each other in both directions, those of several images in a prompt
+      and those around placeholders (Molmo 2).
     - ``joined`` (False): items of equal shapes may be encoded as one batch.
     - ``features`` ("getter"): what makes features: ``get_image_features``, or the model's own "forward".
     - ``added`` (False): features are added to the placeholder's embedding, in place of taking its place.
@@ -71,6 +73,7 @@ class MediaFacts(msgspec.Struct, frozen=True, kw_only=True):
     whole_media: bool = False
     whole_windows: bool = False
     whole_prompt: bool = False
+    together: tuple[int, ...] = ()
     text_alone: bool = True
     in_front: bool = False
     joined: bool = False

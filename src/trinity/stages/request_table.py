@@ -324,7 +324,7 @@ class RequestTable:
         fed = given.copy()
         fed[at] = 0
         prompt = given[: len(work.prompt)]
-        groups = _number_groups(self.model.adapter, at, len(prompt), len(given)) if len(at) else None
+        groups = _number_groups(self.model.adapter, at, prompt, len(given)) if len(at) else None
         positions = self.model.adapter.positions(self.model.language, prompt, work.media, kinds[: len(prompt)])
         return OpenRequest(
             opening=opening,
@@ -383,10 +383,12 @@ class RequestTable:
             self.tables = np.pad(self.tables, ((0, 0), (0, max(lacking, self.tables.shape[1]))), "edge")
 
 
-def _number_groups(adapter: ModelAdapter, at: np.ndarray, prompt: int, length: int) -> np.ndarray | None:
+def _number_groups(adapter: ModelAdapter, at: np.ndarray, prompt: np.ndarray, length: int) -> np.ndarray | None:
     """Number the groups of rows that see each other in both directions (``ChunkRows.groups``); None if none do."""
     if adapter.whole_prompt:
-        return np.where(np.arange(length) < prompt, 0, -1)
+        return np.where(np.arange(length) < len(prompt), 0, -1)
+    if adapter.together:
+        return np.pad(np.isin(prompt, adapter.together) - 1, (0, length - len(prompt)), constant_values=-1)
     return _number_runs(at, length) if adapter.whole_media else None
 
 

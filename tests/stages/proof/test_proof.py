@@ -168,6 +168,33 @@ def test_a_processor_that_puts_an_image_in_front_by_itself_is_proven_with_one_im
     assert (verdict.facts.in_front, verdict.facts.text_alone) == (True, False)
 
 
+def apart(config: Any, facts: MediaFacts) -> GenericAdapter:
+    """Make adapters that have the tokens of each image see each other, and not those of all."""
+    made = GenericAdapter(config, facts)
+    made.together = ()  # type: ignore[misc]
+    return made
+
+
+def lacking(config: Any, facts: MediaFacts) -> GenericAdapter:
+    """Make adapters that leave the last token around placeholders out."""
+    made = GenericAdapter(config, facts)
+    made.together = facts.together[:1]  # type: ignore[misc]
+    return made
+
+
+@pytest.mark.slow
+def test_images_that_all_see_each_other_with_what_is_around_them_are_found() -> None:
+    directory = checkpoint("any-molmo2")
+    verdict = prove(directory)
+    assert verdict.failed is None
+    assert verdict.serves == ("image", "text")
+    assert len(verdict.facts.together) > 5, "marks of columns, of begin and end, of prompts without an image too"
+    for make_adapter in (apart, lacking):
+        failed = prove(directory, make_adapter).failed
+        assert failed is not None
+        assert failed.name == "attention among an image's tokens"
+
+
 class CountsPadding(GenericAdapter):
     """Counts a padding token like others."""
 

@@ -42,12 +42,14 @@ class ModelAdapter:
       to the encode stage.
     - ``whole_media`` (False): a run of placeholders attends to itself in both directions, so that no chunk may cut it.
     - ``whole_prompt`` (False): so do all tokens of a prompt with media.
+    - ``together`` (none): ids of tokens that all see each other so in a prompt, whatever media they are of.
     - ``added_to`` (None): placeholder to whose embedding features are added; None: they take its place.
     """
 
     language_names: ClassVar[tuple[str, ...]] = ("language_model", "text_model")
     whole_media: ClassVar[bool] = False
     whole_prompt: ClassVar[bool] = False
+    together: ClassVar[tuple[int, ...]] = ()
     added_to: ClassVar[int | None] = None
 
     def __init__(self, config: Any) -> None:

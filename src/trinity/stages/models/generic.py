@@ -33,6 +33,7 @@ class GenericAdapter(ModelAdapter):
         super().__init__(config)
         self.facts = facts
         self.whole_media = facts.whole_media  # type: ignore[misc]
+        self.together = facts.together  # type: ignore[misc]
         self.whole_prompt = facts.whole_prompt  # type: ignore[misc]
         self.added_to = facts.image_token_id if facts.added else None  # type: ignore[misc]
 

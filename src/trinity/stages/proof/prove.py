@@ -277,6 +277,8 @@ def measure_logits(subject: Subject, facts: MediaFacts, prompt: ProofPrompt, exp
 def _name_attention(facts: MediaFacts) -> str:
     if facts.whole_prompt:
         return "in both directions among all tokens of a prompt with an image"
+    if facts.together:
+        return "in both directions among all tokens of all images of a prompt"
     way = "in both directions" if facts.whole_media else "causal"
     return f"among an image's tokens {way}" + ", in layers with a window alone" * facts.whole_windows
 

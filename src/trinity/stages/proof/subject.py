@@ -32,6 +32,7 @@ _CROSS_ATTENTION = re.compile(r"cross_?att")
 _TOWERS = re.compile(r"qformer|vision|visual|tower|projector|resampler|perceiver|connector|image_encoder|aligner")
 _ORDINARY = {"input_ids", "attention_mask", "cache_position", "visual_pos_masks"}  # of a text model, for each token
 _COUNTS = "create_position_ids_from_input_ids"  # method of modules that do as fairseq does
+_KINDS = "mm_token_type_ids"  # of a processor, for each token: 0 for text, or the kind of medium that it is of
 _PLACEHOLDERS = ("image_token_id", "image_token_index", "media_placeholder_token_id")
 
 
@@ -51,6 +52,7 @@ class Subject:
     model: Any
     make_adapter: Any
     _front_id: int | None = None
+    _together: tuple[int, ...] = ()
 
     @classmethod
     def load(cls, directory: Path, make_adapter: Any) -> Subject:
@@ -237,11 +239,13 @@ class Subject:
         if expected.positions is not None:
             axes = min(3, expected.positions.shape[0])  # a fourth is mostly the text's own, and else in the config
             first = int(expected.positions[0, 0]) if axes == 1 else 0
+        media = [named[name] for name in named if name.endswith("_token_id")]
+        self._together = self._find_together(expected, media)
         return MediaFacts(
             language=self.language_name,
             **named,
             **_find_layers(expected),
-            token_types=self._find_types(expected, [named[name] for name in named if name.endswith("_token_id")]),
+            token_types=self._find_types(expected, media),
             head=self._heads()[0],
             first=first,
             axes=axes,
@@ -260,6 +264,18 @@ class Subject:
             found[name] = _pair_types(name, expected.inputs, value, media)
         return {name: {**kinds, **self._find_further_types(name, expected.ids, media)} for name, kinds in found.items()}
 
+    def _find_together(self, expected: Expected, media: list[int]) -> tuple[int, ...]:
+        """Find the tokens that the processor says to be of an image; none if it says nothing."""
+        types = expected.inputs.get(_KINDS)
+        if types is None:
+            return ()
+        try:
+            found = _pair_types(_KINDS, expected.inputs, types, media)
+            found = {**self._find_further_types(_KINDS, expected.ids, media), **found}
+        except Differs:
+            return ()
+        return tuple(sorted({*media, *(each for each in found if each >= 0 and found[each] == found.get(MEDIA))}))
+
     def _find_further_types(self, name: str, known: list[int], placeholders: list[int]) -> dict[int, int]:
         """Find types of special tokens that are not among the ``known`` ids: the text beside an image may have them.
 
@@ -267,7 +283,8 @@ class Subject:
         """
         media = {getattr(self.config, f"{kind}_token_id", None) for kind in kind_names()}
         vocabulary = self.reference.tokenizer.get_added_vocab().items()
-        others = [token for token, number in vocabulary if number not in media and number not in known]
+        marks = {self.image_token, *(getattr(self.reference.processor, f"{kind}_token", None) for kind in kind_names())}
+        others = [each for each, number in vocabulary if each not in marks and number not in media | {*known}]
         try:
             made = self.reference.inputs(image_beside(" ".join(others)), self.image_markup[1])
             return _pair_types(name, made, made[name], placeholders)
@@ -294,6 +311,8 @@ class Subject:
         if {"full_attention", "sliding_attention"} <= set(kinds):
             ways.append({"whole_media": True, "whole_windows": True})
         ways.append({"whole_media": True, "whole_prompt": True})
+        if self._together:
+            ways.append({"whole_media": True, "together": self._together})
         heads = [{"head": head} for head in self._heads()]
         return [{**place, **way, **head} for place in self._list_places() for way in ways for head in heads]
 
