@@ -357,6 +357,7 @@ OWN_SIZES: dict[str, TypeSizes] = {
         model_class="ShieldGemma2ForImageClassification",
     ),
     "t5gemma2": TypeSizes(config={"encoder.mm_tokens_per_image": 4}, image_text="<boi>"),
+    "mllama": TypeSizes(config={"text_config.cross_attention_layers": [1]}),
     "kosmos-2": TypeSizes(
         further_ids=40,
         processor={"num_patch_index_tokens": 8},
