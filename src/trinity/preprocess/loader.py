@@ -144,6 +144,7 @@ def load_tokenizer_and_processor(
     check_processor(own)
     config = read_config(model_dir)
     facts = check_config(config, model_dir)
+    known = facts or MediaFacts()
     tokenizer = _load_tokenizer(model_dir)
     last_call = threading.local()
     media_ids = _media_ids(config) if facts is None else frozenset(facts.media_tokens.values())
@@ -154,30 +155,28 @@ def load_tokenizer_and_processor(
             processor = load_processor(Path(own or model_dir), config, recording)
         else:
             processor = adopt_processor(own, recording)
-    eos_ids = _eos_ids(model_dir, config, tokenizer, ignore)
     special_ids = {each.content: number for number, each in tokenizer.added_tokens_decoder.items() if each.special}
     if processor is None:
         _check_text_only(config)
         placeholders, text, media_ids = {}, ImageText(), frozenset[int]()
     else:
         text = IMAGE_TEXT.get(config.model_type, ImageText()) if facts is None else ImageText(atomic=facts.whole_media)
-        together = frozenset() if facts is None else frozenset(facts.together)
-        markup = *_proven_markup(facts), _media_ids(config) | together, facts is not None and facts.in_front
+        markup = *_proven_markup(facts), _media_ids(config).union(known.together), known.in_front
         placeholders = _find_placeholders(ModelFiles(config, tokenizer, processor, last_call, media_ids, *markup))
     return LoadedProcessor(
         config=config,
         tokenizer=tokenizer,
         processor=processor,
         last_call=last_call,
-        eos_ids=eos_ids,
+        eos_ids=_eos_ids(model_dir, config, tokenizer, ignore),
         placeholders=placeholders,
         media_token_ids=media_ids,
         run_tokenizer=run_tokenizer,
         atomic=text.atomic,
-        whole_prompt=facts is not None and facts.whole_prompt,
-        together=frozenset() if facts is None else frozenset(facts.together),
-        text_alone=facts is None or facts.text_alone,
-        in_front=facts is not None and facts.in_front,
+        whole_prompt=known.whole_prompt,
+        together=frozenset(known.together),
+        text_alone=known.text_alone,
+        in_front=known.in_front,
         pools_images=bool(text.pooled_rows) and getattr(config, text.pooled_rows, None) == 1,
         special_ids=special_ids,
         tiles=text.tiles,
