@@ -10,7 +10,7 @@ from typing import Any
 
 from support.checkpoint_files import checkpoint
 from support.recordings import Served, serve
-from support.served_media_types import IN_FRONT
+from support.served_media_types import IN_FRONT, WITHOUT_CHATS
 from support.stage_driver import picture
 from trinity.core.scheduler import BatchRules
 from trinity.preprocess.checkpoint import read_config
@@ -28,6 +28,7 @@ LEAST_BUDGET, MOST_STEPS = 11, 24  # tokens a step, or more where the longest pr
 KV_ROWS, IMAGE_ROWS = 4, 7
 ROOMY = {"image": 2048, "kv": 4096}
 WITHIN = 1e-4  # of the largest logit
+LEAST_LOGIT = -1e30  # lower ones are banned by the model's own forward (Chameleon)
 QUESTION = "What is in this picture, and who has left it there in the morning?"
 
 Waves = tuple[tuple[Request, ...], ...]
@@ -54,7 +55,9 @@ def _ask(name: str, image: Any, text: str = QUESTION, marker: str = "<image>") -
 
 def waves(model_type: str) -> Waves:
     """All cases: "one" is alone while it is prefilled; later waves find what was before them in the caches."""
-    return _front_waves() if model_type in IN_FRONT else _chat_waves()
+    if model_type in IN_FRONT:
+        return _front_waves()
+    return _plain_waves() if model_type in WITHOUT_CHATS else _chat_waves()
 
 
 def _front_waves() -> Waves:
@@ -65,6 +68,20 @@ def _front_waves() -> Waves:
     asked = _ask("asked", picture(1), "Question: which colours has the boat? Answer:")
     wide = _ask("wide", picture(3, 130, 61), "A photo of")
     return (_ask("one", picture(1)),), (asked, wide), (_ask("again", picture(1)), _ask("other", picture(11)))
+
+
+def _plain_waves() -> Waves:
+    """Cases of a processor without a chat template, as ``_chat_waves`` has them."""
+    greedy = Sampling(ignore_eos=True)
+    three = [picture(2, 60, 90), picture(3, 130, 61), picture(4, 77, 150)]
+    text = Request("A small red boat", max_tokens=OUTPUTS, sampling=greedy, request_id="text")
+    beside = f"Name <image> the colours.<image><image> Compare them. {QUESTION}"
+    several = Request(beside, images=three, max_tokens=OUTPUTS, sampling=greedy, request_id="three")
+    one, again, other = (
+        _ask(name, picture(seed), f" {QUESTION}", "Look at this. <image>")
+        for name, seed in (("one", 1), ("again", 1), ("other", 11))
+    )
+    return (one,), (text, several), (again, other, _ask("raw", picture(1), " of a boat", "A photo <image>"))
 
 
 def _chat_waves() -> Waves:
@@ -162,9 +179,12 @@ def differences(model_type: str, found: Served) -> dict[str, str]:
     wrong = {}
     for request in found.outputs:
         own = known(model_type).answers[request.partition("#")[0]]
-        off = float((found.logits(request) - own.logits).abs().max() / own.logits.abs().max())
+        logits, allowed = found.logits(request), own.logits > LEAST_LOGIT
+        off = float((logits - own.logits)[allowed].abs().max() / own.logits[allowed].abs().max())
         if found.tokens(request) != own.token_ids:
             wrong[request] = f"{found.tokens(request)} != {own.token_ids}"
+        elif not (allowed == (logits > LEAST_LOGIT)).all():
+            wrong[request] = "other logits are banned"
         elif not off < WITHIN:
             wrong[request] = f"logits are {off:.2g} of the largest off"
     return wrong

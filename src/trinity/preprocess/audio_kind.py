@@ -142,8 +142,8 @@ class AudioReader:
             text, _, inputs = self._call([short, long])
         except Exception as exc:
             return f"the model's processor takes one clip for each text ({type(exc).__name__}: {exc!s:.100})"
-        parts = {name: [each[2][name] for each in alone] for name in inputs}
-        same = text == alone[0][0] + alone[1][0] and all(_is_joined(inputs[name], parts[name]) for name in inputs)
+        same = text == alone[0][0] + alone[1][0] and all(each[2].keys() == inputs.keys() for each in alone)
+        same = same and all(_is_joined(inputs[name], [each[2][name] for each in alone]) for name in inputs)
         return (
             "" if same else "the model's processor pads it to the longest, so that its features would depend on others"
         )

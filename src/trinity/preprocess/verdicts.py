@@ -37,6 +37,7 @@ class MediaFacts(msgspec.Struct, frozen=True, kw_only=True):
     """Facts that a generic adapter needs beyond a checkpoint's config: found by trying, confirmed by the proof.
 
     - ``language`` ("language_model"): name of the text model within the model's base.
+      "": the base is the text model, and ``towers`` are those of its children that are not.
     - ``image_token_id``, ``image_token``: placeholder of images, as an id and as text; -1 and "" where none serve.
     - ``image_marker`` (""): the placeholder with the tokens that must stand around it; "" where none must.
     - ``audio_token_id``, ``audio_token``: placeholder of clips, likewise.
@@ -48,6 +49,7 @@ class MediaFacts(msgspec.Struct, frozen=True, kw_only=True):
     - ``joined`` (False): items of equal shapes may be encoded as one batch.
     - ``features`` ("getter"): what makes features: ``get_image_features``, or the model's own "forward".
     - ``added`` (False): features are added to the placeholder's embedding, in place of taking its place.
+    - ``embeds_codes`` (False): an encoder makes codes, and embeds them by the text model's embedding.
     - ``head`` ("config"): whose factors the output head applies: those of the "config", of its "text" part, or "none";
       "forward": logits are made by the model's own forward.
     - ``first`` (0): position of the first token.
@@ -64,6 +66,7 @@ class MediaFacts(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     language: str = "language_model"
+    towers: tuple[str, ...] = ()
     image_token_id: int = -1
     image_token: str = ""
     image_marker: str = ""
@@ -79,6 +82,7 @@ class MediaFacts(msgspec.Struct, frozen=True, kw_only=True):
     joined: bool = False
     features: str = "getter"
     added: bool = False
+    embeds_codes: bool = False
     head: str = "config"
     first: int = 0
     axes: int = 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from trinity.testing.any_media_flat import FLAT_SIZES
 from trinity.testing.any_media_sizes import SIDE, TypeSizes
 
 _ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
@@ -24,6 +25,7 @@ _LLAVA = TypeSizes(
     processor={"num_additional_image_tokens": 1, "patch_size": 14, "vision_feature_select_strategy": "default"},
 )
 OWN_SIZES: dict[str, TypeSizes] = {
+    **FLAT_SIZES,
     "cohere2_vision": TypeSizes(images={"patch_size": 2}),
     "minimax_m3_vl": TypeSizes(image_token="]<]image[>[", image_text="]<]image[>[", plain=("]<]image[>[",)),
     "lfm2_vl": TypeSizes(

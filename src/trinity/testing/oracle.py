@@ -60,7 +60,8 @@ class Oracle:
 
         multimodal = self._loaded.processor is not None
         auto: Any = transformers.AutoModelForImageTextToText if multimodal else transformers.AutoModelForCausalLM
-        if "audio" in self._loaded.placeholders:  # several lists have some of these types: the checkpoint's own class
+        listed = not multimodal or type(self._loaded.config) in auto._model_mapping
+        if "audio" in self._loaded.placeholders or not listed:  # others of transformers' lists have it, some several
             (named,) = self._loaded.config.architectures
             auto = getattr(transformers, named)
         model: Any = auto.from_pretrained(directory, dtype=dtype, local_files_only=True, trust_remote_code=False)

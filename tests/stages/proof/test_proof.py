@@ -31,6 +31,7 @@ SLOW_TYPES = (
     "deepseek_vl_hybrid",
     "cosmos3_omni",
     "lfm2_vl",
+    "chameleon",
 )
 TYPES = (
     *("qwen3_vl_moe", "mistral3", "aya_vision", "qwen3_5", "hunyuan_vl"),

@@ -135,3 +135,14 @@ def test_types_that_cannot_be_equal_say_why(name: str, reason: str) -> None:
     verdict = prove(checkpoint(f"any-{name}"))
     assert verdict.failed is not None
     assert reason in verdict.failed.said
+
+
+@pytest.mark.slow
+def test_clips_that_no_getter_makes_features_of_leave_the_images_of_a_flat_base() -> None:
+    verdict = prove(checkpoint("any-phi4_multimodal"))
+    (spared,) = [part for part in verdict.parts if not part.passed]
+    assert spared.name == "audio"
+    assert "get_audio_features" in spared.said
+    assert verdict.serves == ("image", "text")
+    assert (verdict.facts.language, verdict.facts.features) == ("", "forward")
+    assert "embed_tokens_extend" in verdict.facts.towers

@@ -44,6 +44,7 @@ class ModelAdapter:
     - ``whole_prompt`` (False): so do all tokens of a prompt with media.
     - ``together`` (none): ids of tokens that all see each other so in a prompt, whatever media they are of.
     - ``added_to`` (None): placeholder to whose embedding features are added; None: they take its place.
+    - ``embeds_codes`` (False): an encoder embeds codes by the text model's embedding, which an E then holds, too.
     """
 
     language_names: ClassVar[tuple[str, ...]] = ("language_model", "text_model")
@@ -51,6 +52,7 @@ class ModelAdapter:
     whole_prompt: ClassVar[bool] = False
     together: ClassVar[tuple[int, ...]] = ()
     added_to: ClassVar[int | None] = None
+    embeds_codes: ClassVar[bool] = False
 
     def __init__(self, config: Any) -> None:
         self.config = config
@@ -112,6 +114,11 @@ class ModelAdapter:
         return False
 
     @property
+    def flat(self) -> bool:
+        """Tell if the base is the text model itself, with encoders among its children."""
+        return False
+
+    @property
     def vision_states(self) -> int | Sequence[int] | None:
         """Hidden states of ``vision_tower`` that features are made of; None if they need its other outputs."""
         return None
@@ -141,6 +148,11 @@ class ModelAdapter:
     def text_alone(self, model: Any) -> Any:
         """Return the part that takes text without media and gives logits: the model, where it needs none."""
         return model
+
+    def text_children(self, model: Any) -> list[str]:
+        """List the children of ``model.base_model`` that are the text model, or parts of it."""
+        name = self.language_name(model)
+        return [] if name is None else [name]
 
     # ------------------------------------------------------------ encode
 

@@ -18,6 +18,7 @@ from trinity.stages.attention.torch_reference import TorchAttention
 from trinity.stages.batch import NO_DECODES, Chunk, Decodes, RaggedBatch, build_batch
 from trinity.stages.kernels.probes import FAR_POSITIONS, find_limits
 from trinity.stages.kernels.swaps import drop_swaps, without_swaps
+from trinity.stages.models.banned_logits import set_aside
 from trinity.stages.models.base import ModelAdapter
 from trinity.stages.models.float32_forward import in_float32
 from trinity.stages.models.generic import GenericAdapter
@@ -142,6 +143,7 @@ def _compare_plain(model: LoadedModel, ids: np.ndarray, starts: list[int]) -> tu
 
 def _row_errors(found: Tensor, expected: Tensor) -> Tensor:
     """Return the largest difference of each row's logits, relative to the largest of the row: [3, starts]."""
+    found, expected = set_aside(found, expected)
     off, largest = (found - expected).abs().amax(-1), expected.abs().amax(-1).clamp(min=1.0)
     return (off / largest).nan_to_num(torch.inf).view(3, -1)
 
@@ -184,7 +186,8 @@ def _own_logits(model: LoadedModel, ids: np.ndarray, starts: list[int]) -> Tenso
         given = torch.from_numpy(ids).to(model.device)
         places = torch.tensor(starts, device=model.device)[:, None] + torch.arange(_LENGTH + 1, device=model.device)
         whole = model.adapter.text_alone(model.language)
-        logits: Tensor = whole(input_ids=given, position_ids=places, use_cache=False).logits
+        named = {"inputs_embeds": whole.get_input_embeddings()(given)} if model.adapter.flat else {"input_ids": given}
+        logits: Tensor = whole(**named, position_ids=places, use_cache=False).logits
     finally:
         set_attention(model.language, model.adapter, PAGED_ATTENTION)
     return logits[:, [_CUT - 1, _LENGTH - 1, _LENGTH]].transpose(0, 1).flatten(0, 1).float()
@@ -230,6 +233,6 @@ _CUTS = ((0, _CUT), (_CUT, _LENGTH))
 def set_attention(model: Any, adapter: ModelAdapter, name: str) -> None:
     """Set the attention implementation of the text model only."""
     if isinstance(adapter, GenericAdapter):
-        adapter.language(model).set_attn_implementation(name)
+        adapter.language(model).set_attn_implementation({"": name} if adapter.flat else name)
         return
     model.set_attn_implementation({"text_config": name} if adapter.multimodal else name)

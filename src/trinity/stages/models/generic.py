@@ -36,6 +36,7 @@ class GenericAdapter(ModelAdapter):
         self.together = facts.together  # type: ignore[misc]
         self.whole_prompt = facts.whole_prompt  # type: ignore[misc]
         self.added_to = facts.image_token_id if facts.added else None  # type: ignore[misc]
+        self.embeds_codes = facts.embeds_codes  # type: ignore[misc]
 
     @property
     def media_tokens(self) -> dict[str, int]:
@@ -60,14 +61,23 @@ class GenericAdapter(ModelAdapter):
         return bool(self.facts.token_types)
 
     def language_name(self, model: Any) -> str | None:
-        return self.facts.language
+        return self.facts.language or None
+
+    @property
+    def flat(self) -> bool:
+        return not self.facts.language
+
+    def text_children(self, model: Any) -> list[str]:
+        if self.facts.language:
+            return [self.facts.language]
+        return [name for name, _ in model.base_model.named_children() if name not in self.facts.towers]
 
     def language(self, model: Any) -> Any:
         """Return the text model; of a whole causal model the part below its head."""
-        return below_head(getattr(model.base_model, self.facts.language))
+        return below_head(find_text(model, self.facts.language))
 
     def text_alone(self, model: Any) -> Any:
-        text = getattr(model.base_model, self.facts.language)
+        text = find_text(model, self.facts.language)
         return model if self.facts.text_alone or text.get_output_embeddings() is None else text
 
     def encode(self, model: Any, kind: str, items: Sequence[MediaInputs], counts: Sequence[int]) -> list[Tensor]:
@@ -166,6 +176,11 @@ class GenericAdapter(ModelAdapter):
         if self.facts.head == "none":
             return logits
         return scale_logits(logits, self.config if self.facts.head == "config" else self.text_config)
+
+
+def find_text(model: Any, language: str) -> Any:
+    """Find the text model of this name, or with "" the base itself."""
+    return getattr(model.base_model, language) if language else model.base_model
 
 
 def below_head(text: Any) -> Any:

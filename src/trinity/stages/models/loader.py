@@ -163,8 +163,10 @@ def count_weight_bytes(
     keep = device is not None and choose_fp8(fields, directory, kind, device)
     register_attention()
     if fields is not None and stays_quantised(fields):
-        tower = _make_plain_part(directory, "vision", kind).base_model if adapter.multimodal else None
-        outside = {name for name, _ in tower.named_children()} if tower is not None else set()
+        outside = set[str]()
+        if adapter.multimodal:
+            part = _make_plain_part(directory, "vision", kind)
+            outside = {name for name, _ in part.base_model.named_children()} - set(adapter.text_children(part))
         held = count_quantised_bytes(directory, outside, kind)
         return sum(held[name] for name in _list_parts(letters, adapter))
     parts = [_make_empty_part(directory, name, kind, keep) for name in _list_parts(letters, adapter)]

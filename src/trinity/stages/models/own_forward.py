@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -76,16 +76,47 @@ class _GivesStates(_StandIn):
         return MoeModelOutputWithPast(last_hidden_state=self.states)
 
 
+class _TextPart(nn.Module):
+    """Stands where a part of a base was that is the text model itself, a list of layers, too.
+
+    Embeds ids as zeros [..., width], and raises ``_Given`` with what else it is called for.
+    """
+
+    def __init__(self, width: int, like: Tensor) -> None:
+        super().__init__()
+        self.embedding = _ZeroEmbedding(width, like)
+
+    def forward(self, given: Tensor, *further: Any, **named: Any) -> Tensor:
+        if given.is_floating_point():
+            raise _Given(given)
+        embedded: Tensor = self.embedding(given)
+        return embedded
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        yield self
+
+    def __getitem__(self, at: Any) -> nn.Module:
+        return self
+
+
 def forward_features(
     model: Any, language: str, width: int, placeholder: int, count: int, inputs: Mapping[str, Tensor]
 ) -> Tensor:
     """Run the forward of ``model.base_model`` over ``count`` placeholders; return features [count, ``width``].
 
-    ``language``: name of its text model, which may be lacking. ``inputs``: of the encoder, by name. May be called from
-    several threads. Raises ``StageError`` if the text model is never reached, and what the forward raises.
+    - ``language``: name of its text model, which may be lacking; "": the base itself, whose parts of the text may lack.
+    - ``inputs``: of the encoder, by name.
+
+    May be called from several threads. Raises ``StageError`` if the text model is never reached, and what the forward
+    raises.
     """
     pixels = next(value for value in inputs.values() if value.is_floating_point())
-    twin = _replace(model.base_model, [language], _KeepsEmbeddings(width, pixels, count))
+    if language:
+        twin = _replace(model.base_model, [language], _KeepsEmbeddings(width, pixels, count))
+    else:
+        twin = copy.copy(model.base_model)
+        lacking = [name for name, module in twin._modules.items() if module is None]
+        twin._modules = {**twin._modules, **{name: _TextPart(width, pixels) for name in lacking}}
     accepted = inspect.signature(twin.forward).parameters
     ids = torch.full((1, count), placeholder, device=pixels.device)
     try:
@@ -98,14 +129,20 @@ def forward_features(
 def forward_logits(model: Any, language: str, below: Any, states: Tensor) -> Tensor:
     """Run the forward of ``model`` behind its text model's hidden states [rows, hidden]: logits [rows, vocabulary].
 
-    - ``language``: name of the text model within ``model.base_model``.
+    - ``language``: name of the text model within ``model.base_model``; "": that itself.
     - ``below``: the part of it that gives the hidden states.
     """
-    text = getattr(model.base_model, language)
-    path = [language, *(name for name, child in text.named_children() if child is below)]
+    stand_in: nn.Module = _GivesStates(states[None])
+    if language:
+        text = getattr(model.base_model, language)
+        path = [language, *(name for name, child in text.named_children() if child is below)]
+    else:  # the head may ask the base for what it keeps
+        path, gives = [], stand_in.forward
+        stand_in = copy.copy(model.base_model)
+        stand_in.__dict__["forward"] = gives
     if model.base_model is not model:
         path.insert(0, model.base_model_prefix)
-    twin = _replace(model, path, _GivesStates(states[None]))
+    twin = _replace(model, path, stand_in)
     logits: Tensor = twin(inputs_embeds=states[None], use_cache=False).logits
     return logits[0]
 

@@ -63,14 +63,13 @@ def make_partial_class(
 
 
 def _drop(model: Any, adapter: ModelAdapter, part: str) -> None:
-    name = adapter.language_name(model)
     core = model.base_model
     if part == "language":
-        head = find_head(model)  # beside the towers, where the model has no base of its own
-        unwanted = [(core, child) for child, module in core.named_children() if child != name and module is not head]
+        kept, head = adapter.text_children(model), find_head(model)  # a head beside the towers, where there is no base
+        unwanted = [(core, name) for name, module in core.named_children() if name not in kept and module is not head]
     else:
         heads = [child for child, module in model.named_children() if module is not core and core is not model]
-        unwanted = [(core, name), *((model, child) for child in heads)]
+        unwanted = [*list_text_modules(model, adapter), *((model, child) for child in heads)]
     for owner, child in unwanted:
         setattr(owner, child, None)
     left = {key for key, _ in model.named_parameters(remove_duplicate=False)}
@@ -78,3 +77,22 @@ def _drop(model: Any, adapter: ModelAdapter, part: str) -> None:
     model.all_tied_weights_keys = tied
     model._tied_weights_keys = tied or None
     model._keys_to_ignore_on_load_unexpected = {".*"}
+
+
+def list_text_modules(model: Any, adapter: ModelAdapter) -> list[tuple[Any, str]]:
+    """List what an encoder does without, as pairs of an owner and the name of its child: what holds a text's weights.
+
+    The text model's embedding is left where codes are embedded by it.
+    """
+    core = model.base_model
+    kept = core.get_input_embeddings() if adapter.embeds_codes else None
+    return [pair for name in adapter.text_children(model) for pair in _list_beside(core, name, kept)]
+
+
+def _list_beside(owner: Any, name: str, kept: Any) -> list[tuple[Any, str]]:
+    module = getattr(owner, name)
+    if next(module.parameters(), None) is None:
+        return []
+    if kept is None or all(each is not kept for each in module.modules()):
+        return [(owner, name)]
+    return [pair for child, _ in module.named_children() for pair in _list_beside(module, child, kept)]

@@ -182,8 +182,8 @@ def _prove_features(trial: TriedModel, prompt: ProofPrompt, expected: Expected) 
 
 def _find_features(subject: Subject, facts: MediaFacts, prompt: ProofPrompt, expected: Expected) -> MediaFacts:
     """Find out what makes the features of an image that the text model is given; the usual way if nothing does."""
-    for added, way in product((False, True), FEATURE_WAYS):
-        tried = msgspec.structs.replace(facts, features=way, added=added)
+    for codes, added, way in product((False, True), (False, True), FEATURE_WAYS):
+        tried = msgspec.structs.replace(facts, features=way, added=added, embeds_codes=codes)
         trial = open_tried(subject, tried)
         try:
             _prove_features(trial, prompt, expected)

@@ -251,7 +251,9 @@ def _noted(language: Any) -> Iterator[list[dict[str, Any]]]:
     notes: list[dict[str, Any]] = []
 
     def note(module: Any, given: Any, named: dict[str, Any]) -> None:
-        notes.append({name: _copy(value) for name, value in named.items() if isinstance(value, (Tensor, dict))})
+        embedded = given and isinstance(given[0], Tensor) and given[0].is_floating_point()
+        every = {**({"inputs_embeds": given[0]} if embedded else {}), **named}
+        notes.append({name: _copy(value) for name, value in every.items() if isinstance(value, (Tensor, dict))})
 
     hook = language.register_forward_pre_hook(note, with_kwargs=True)
     try:

@@ -16,8 +16,9 @@ from trinity.preprocess.audio_kind import find_extractor
 from trinity.preprocess.checkpoint import read_config
 from trinity.preprocess.media_kinds import kind_names
 from trinity.preprocess.verdicts import MEDIA, MediaFacts
+from trinity.stages.models.banned_logits import set_aside
 from trinity.stages.models.base import HEAD_FIELDS, ModelAdapter
-from trinity.stages.models.generic import FORWARD, below_head
+from trinity.stages.models.generic import FORWARD, below_head, find_text
 from trinity.stages.models.loader import quiet
 from trinity.stages.models.partial_models import find_model_class
 from trinity.stages.models.states import StateLayout
@@ -177,7 +178,7 @@ class Subject:
 
     @cached_property
     def language_name(self) -> str:
-        """Name of the text model within the model's base. Raises ``Differs``."""
+        """Name of the text model within the model's base; "" if that is the text model itself. Raises ``Differs``."""
         base = self.model.base_model
         children = dict(base.named_children())
         decoder = self.model.get_decoder()
@@ -187,19 +188,47 @@ class Subject:
         for name, child in children.items():
             if decoder is not None and any(each is decoder for each in child.modules()):
                 return str(name)
+        if decoder is base is not self.model and self.towers:
+            return ""
         parts = ", ".join(children)
         raise Differs("text model", f"it is no part of its own of {type(base).__name__}, whose parts are {parts}")
+
+    @cached_property
+    def towers(self) -> tuple[str, ...]:
+        """Children of the model's base that its forward does not call for embeddings. Raises ``Differs``."""
+        base, called = self.model.base_model, set[int]()
+        embedding = base.get_input_embeddings()
+        hooks = [each.register_forward_pre_hook(lambda one, _: called.add(id(one))) for each in base.modules()]
+        try:
+            with torch.inference_mode():
+                base(inputs_embeds=embedding.weight[None, :1], use_cache=False)
+        except Exception as error:  # models raise what they like
+            raise Differs("text model", f"it takes no embeddings ({type(error).__name__}: {error!s:.200})") from error
+        finally:
+            for hook in hooks:
+                hook.remove()
+        needed = {*called, id(embedding)}
+        parts = {name: {id(each) for each in child.modules()} for name, child in base.named_children()}
+        return tuple(name for name, inner in parts.items() if not inner & needed)
 
     @property
     def language(self) -> Any:
         """The text model below its head."""
-        return below_head(getattr(self.model.base_model, self.language_name))
+        return below_head(find_text(self.model, self.language_name))
+
+    @property
+    def _noted(self) -> Any:
+        """What is given embeddings: the text model, or the first layer of a base that is the text model itself."""
+        if self.language_name:
+            return self.language
+        children = [child for name, child in self.language.named_children() if name not in self.towers]
+        return next((child[0] for child in children if isinstance(child, torch.nn.ModuleList)), self.language)
 
     def expect(self, prompt: ProofPrompt, outputs: int = PROOF_OUTPUTS) -> Expected:
         """Run the model's own route to so many tokens. Raises ``Differs`` if it does not run at all."""
         try:
             marker = self.image_markup[1] if prompt.images else ""
-            return self.reference.expect(prompt, marker, self.language, outputs)
+            return self.reference.expect(prompt, marker, self._noted, outputs)
         except Differs:
             raise
         except Exception as error:
@@ -243,6 +272,7 @@ class Subject:
         self._together = self._find_together(expected, media)
         return MediaFacts(
             language=self.language_name,
+            towers=() if self.language_name else self.towers,
             **named,
             **_find_layers(expected),
             token_types=self._find_types(expected, media),
@@ -373,5 +403,6 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
     """Return the largest difference relative to the largest value; infinite where a value is not finite."""
     if found.shape != expected.shape:
         return float("inf")
-    off = (found.float() - expected.float()).abs().max() / expected.float().abs().max().clamp(min=1e-6)
+    found, expected = set_aside(found.float(), expected.float())
+    off = (found - expected).abs().max() / expected.abs().max().clamp(min=1e-6)
     return float(off.nan_to_num(torch.inf))

@@ -26,6 +26,7 @@ from trinity.stages.models.checks import refuse_layers, set_attention
 from trinity.stages.models.generic import GenericAdapter
 from trinity.stages.models.indexers import watch_indexers
 from trinity.stages.models.loaded_model import LoadedModel
+from trinity.stages.models.partial_models import list_text_modules
 from trinity.stages.models.state_probe import prepare_states
 from trinity.stages.models.whole_forward import survey_text
 from trinity.stages.proof.prompts import ProofPrompt
@@ -197,10 +198,13 @@ class TriedModel:
     @contextmanager
     def _without_language(self) -> Iterator[None]:
         """Take the text model away, as an encoder's instance has none."""
-        base, name = self.loaded.vision.base_model, self.facts.language
-        held = getattr(base, name)
-        setattr(base, name, None)
+        held = [
+            (owner, name, getattr(owner, name)) for owner, name in list_text_modules(self.loaded.vision, self.adapter)
+        ]
+        for owner, name, _ in held:
+            setattr(owner, name, None)
         try:
             yield
         finally:
-            setattr(base, name, held)
+            for owner, name, module in held:
+                setattr(owner, name, module)

@@ -16,7 +16,7 @@ from trinity.stages.proof.reference import PROOF_OUTPUTS, raw_text
 
 _PLAIN = MediaFacts()
 # Facts that a request processor does not read.
-_NOT_PROCESSED = ("language", "features", "joined", "head", "first", "skipped")
+_NOT_PROCESSED = ("language", "towers", "features", "embeds_codes", "joined", "head", "first", "skipped")
 _NOT_ENCODED = ("whole_media", "head", "first", "skipped")  # those that an encoder does not
 
 EncodedMedia = tuple[BlockMemory | None, list[tuple[int, ...]]]
