@@ -5,6 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from trinity.errors import UnsupportedModel
 from trinity.preprocess.checkpoint import check_elements
 from trinity.stages.models.base import ModelAdapter, find_head
@@ -96,3 +98,21 @@ def _list_beside(owner: Any, name: str, kept: Any) -> list[tuple[Any, str]]:
     if kept is None or all(each is not kept for each in module.modules()):
         return [(owner, name)]
     return [pair for child, _ in module.named_children() for pair in _list_beside(module, child, kept)]
+
+
+@torch.inference_mode()
+def list_towers(base: Any) -> tuple[str, ...]:
+    """List the children of a base that its forward over embeddings does not call, but for that which embeds.
+
+    Raises what the forward raises that takes no embeddings.
+    """
+    called, embedding = set[int](), base.get_input_embeddings()
+    hooks = [each.register_forward_pre_hook(lambda one, _: called.add(id(one))) for each in base.modules()]
+    try:
+        base(inputs_embeds=embedding.weight[None, :1], use_cache=False)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    needed = {*called, id(embedding)}
+    parts = {name: {id(each) for each in child.modules()} for name, child in base.named_children()}
+    return tuple(name for name, inner in parts.items() if not inner & needed)

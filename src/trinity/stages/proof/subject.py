@@ -20,7 +20,7 @@ from trinity.stages.models.banned_logits import set_aside
 from trinity.stages.models.base import HEAD_FIELDS, ModelAdapter
 from trinity.stages.models.generic import FORWARD, below_head, find_text
 from trinity.stages.models.loader import quiet
-from trinity.stages.models.partial_models import find_model_class
+from trinity.stages.models.partial_models import find_model_class, list_towers
 from trinity.stages.models.states import StateLayout
 from trinity.stages.proof.prompts import ProofPrompt, image_beside, text_alone
 from trinity.stages.proof.reference import PROOF_OUTPUTS, SHORT_OUTPUTS, Expected, Reference, find_media
@@ -196,20 +196,10 @@ class Subject:
     @cached_property
     def towers(self) -> tuple[str, ...]:
         """Children of the model's base that its forward does not call for embeddings. Raises ``Differs``."""
-        base, called = self.model.base_model, set[int]()
-        embedding = base.get_input_embeddings()
-        hooks = [each.register_forward_pre_hook(lambda one, _: called.add(id(one))) for each in base.modules()]
         try:
-            with torch.inference_mode():
-                base(inputs_embeds=embedding.weight[None, :1], use_cache=False)
+            return list_towers(self.model.base_model)
         except Exception as error:  # models raise what they like
             raise Differs("text model", f"it takes no embeddings ({type(error).__name__}: {error!s:.200})") from error
-        finally:
-            for hook in hooks:
-                hook.remove()
-        needed = {*called, id(embedding)}
-        parts = {name: {id(each) for each in child.modules()} for name, child in base.named_children()}
-        return tuple(name for name, inner in parts.items() if not inner & needed)
 
     @property
     def language(self) -> Any:
@@ -218,7 +208,7 @@ class Subject:
 
     @property
     def _noted(self) -> Any:
-        """What is given embeddings: the text model, or the first layer of a base that is the text model itself."""
+        """Module that is given embeddings: the text model, or the first layer of a base that is that itself."""
         if self.language_name:
             return self.language
         children = [child for name, child in self.language.named_children() if name not in self.towers]
