@@ -36,7 +36,7 @@ async def test_a_request_is_told_while_it_runs_and_as_it_ends() -> None:
         serving = asyncio.create_task(pipe.complete(asked("a")))
         told: list[TraceRow] = []
         while not told or told[-1].finish_reason == RUNNING:
-            told.append(await asyncio.wait_for(anext(rows), 30))
+            told.append(await asyncio.wait_for(anext(rows), 120))
         await serving
         await rows.aclose()
     running, (ended,) = told[:-1], told[-1:]
@@ -61,14 +61,14 @@ async def test_those_refused_at_the_door_are_told_like_others_of_then() -> None:
         first = asyncio.ensure_future(anext(rows))
         await asyncio.sleep(0)
         serving = asyncio.create_task(pipe.complete(asked("a", 400, images=2)))
-        assert (await asyncio.wait_for(first, 30)).request_id == "a"
+        assert (await asyncio.wait_for(first, 120)).request_id == "a"
         refused = 0
         waiting = [asyncio.create_task(pipe.complete(asked(f"{n}"))) for n in range(4)]
         for done in await asyncio.gather(*waiting, return_exceptions=True):
             refused += isinstance(done, Overloaded)
         told: list[TraceRow] = []
         while sum(each.finish_reason == "refused" for each in told) < refused:
-            told.append(await asyncio.wait_for(anext(rows), 30))
+            told.append(await asyncio.wait_for(anext(rows), 120))
         serving.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await serving

@@ -33,7 +33,7 @@ async def test_rows_go_on_while_a_plan_is_made_in_a_thread() -> None:
     def plan(trace: Trace, present: str) -> Plan:
         threads.append(threading.current_thread())
         assert present == "1P1D"  # what runs, to be evaluated too
-        assert release.wait(30)
+        assert release.wait(120)
         return Plan("1P2D")
 
     async def rows() -> AsyncIterator[TraceRow]:
@@ -57,7 +57,7 @@ async def test_a_proposal_comes_when_its_plan_is_ready_though_no_row_does() -> N
         await waiting.wait()
 
     coming = iter_proposals(rows(), replanner(), lambda trace, present: Plan("1P2D"))
-    proposal = await asyncio.wait_for(anext(coming), 30)
+    proposal = await asyncio.wait_for(anext(coming), 120)
     assert isinstance(proposal, Proposal)
     waiting.set()
     assert [each async for each in coming] == []
@@ -108,7 +108,7 @@ async def test_closed_while_a_plan_is_made() -> None:
 
     def plan(trace: Trace, present: str) -> Plan:
         loop.call_soon_threadsafe(started.set)
-        release.wait(30)
+        release.wait(120)
         return Plan("1P2D")
 
     async def watching() -> None:

@@ -267,7 +267,7 @@ async def test_sampling() -> None:
 
 @pytest.mark.parametrize("placement", ["EPD", "E+P+D", "ED+P"])
 async def test_beyond_the_pool_is_refused_at_once(placement: str) -> None:
-    async with serving(placement, pools={"image": 2, "kv": 8}) as pipe, asyncio.timeout(20):
+    async with serving(placement, pools={"image": 2, "kv": 8}) as pipe, asyncio.timeout(120):
         for request in (
             Request("word " * 120, max_tokens=1),
             Request("short", max_tokens=300),

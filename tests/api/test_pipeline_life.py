@@ -108,7 +108,7 @@ async def test_closed_with_requests_in_flight() -> None:
         await asyncio.sleep(0.001)
     readers += [asyncio.ensure_future(pipe.complete(case.request(max_tokens=500))) for case in GOOD]
     await asyncio.sleep(0)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(120):
         await asyncio.gather(pipe.aclose(), pipe.aclose())
         found = await asyncio.gather(*readers, return_exceptions=True)
     assert [type(error) for error in found] == [ClosedError] * len(readers)
@@ -227,7 +227,7 @@ async def test_a_stream_left_early_is_cancelled() -> None:
                     break
         assert tokens.output.finish_reason == "cancelled"
         assert len(tokens.output.token_ids) < LONG.max_tokens
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             await pipe.wait_idle()
         assert all(host.core.idle() for host in pipe.hosts.values())
         await good_ones(pipe)
@@ -326,7 +326,7 @@ async def test_cancelled_at_random_points(placement: str) -> None:
             if index not in cancelled:
                 assert getattr(answer, "token_ids", answer) == case.tokens
         assert sum(isinstance(answer, asyncio.CancelledError) for answer in found) >= 8
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(120):
             await pipe.wait_idle()
         await good_ones(pipe)
 

@@ -94,7 +94,7 @@ def test_an_engine_is_stepped_until_the_client_hangs_up() -> None:
             ours.sendall(json.dumps(each).encode() + b"\n")
         said = [json.loads(next(lines)) for _ in range(4)]
         ours.shutdown(socket.SHUT_RDWR)
-        serving.join(10)
+        serving.join(120)
     assert not serving.is_alive()
     end.close()
     assert said[0]["engine"] == "fake"

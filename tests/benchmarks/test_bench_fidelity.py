@@ -25,7 +25,7 @@ from trinity.traces.goodput import Goodput, RatePoint, RequestOutcome
 from trinity.traces.trace import SLO, SLO_RULES, Trace
 
 NOTHING = Host()
-LIVENESS = 10.0
+LIVENESS = 120.0
 
 
 def one(ttft: float = 0.1, tpot: float = 0.02, failed: int = 0, p99: float = 9.0) -> Seen:

@@ -259,7 +259,7 @@ async def test_a_pipeline_finds_an_image_again(hosting: Any) -> None:
     asked = EmulatedRequest(text_tokens=18, image_tokens=(576,), contents=("cat",), max_tokens=4)
     async with Pipeline(MODEL, "E+P+D", hosting=hosting, cache=CacheConfig(pools=POOLS), routing="prefix_hits") as pipe:
         first = await pipe.complete(asked)
-        async with asyncio.timeout(30.0):
+        async with asyncio.timeout(120):
             while "P0" not in pipe.loads or not pipe.loads["P0"].cached[IMAGE]:
                 await asyncio.sleep(0.02)
         second = await pipe.complete(

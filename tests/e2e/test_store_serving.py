@@ -30,7 +30,7 @@ async def test_a_pipeline_shows_what_came_from_the_store(settings: dict[str, Any
     async with Pipeline(MODEL, "2E2P1D", cache=CacheConfig(pools=POOLS), prefix_cache=False, **settings) as pipe:
         first = await pipe.complete(asked("one"))
         here = first.route[1]
-        async with asyncio.timeout(30.0):
+        async with asyncio.timeout(120):
             while not all(name in pipe.loads and pipe.loads[name].cached[IMAGE] for name in ("E0", here)):
                 await asyncio.sleep(0.02)
             await asyncio.sleep(0.3)  # E1 hears of it as the front end does

@@ -22,7 +22,7 @@ from trinity.memory import weight_shelf
 from trinity.memory.shared_regions import SharedRegion, make_region, open_region
 from trinity.memory.weight_shelf import WeightShelf, open_shelf, take_turn
 
-LIVENESS_S = 30.0
+LIVENESS_S = 120.0
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from support.interrupts import interrupt_everywhere
 from trinity.errors import ClosedError, ConfigError
 from trinity.pipeline.loop_thread import LoopThread
 
-LIVENESS_S = 30.0
+LIVENESS_S = 120.0
 HERE = ("loop_thread.py",)
 WAITING = ("loop_thread.py", "/asyncio/", "/threading.py", "/queue.py", "/concurrent/")
 

@@ -185,7 +185,7 @@ def test_a_closed_image_says_why(tmp_path: Path) -> None:
 
 
 def test_images_decode_at_the_same_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    both, load, came = threading.Barrier(2, timeout=20), ImageFile.ImageFile.load, set[int]()
+    both, load, came = threading.Barrier(2, timeout=120), ImageFile.ImageFile.load, set[int]()
 
     def meet(image: Any) -> Any:
         if threading.get_ident() not in came:

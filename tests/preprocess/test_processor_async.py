@@ -82,7 +82,7 @@ def test_threads_of_others_may_tokenise_meanwhile(llava: RequestProcessor) -> No
 async def test_images_of_one_request_are_read_in_parallel_off_the_loop(
     llava: RequestProcessor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    both = threading.Barrier(2, timeout=20)  # broken unless two images are read at the same time
+    both = threading.Barrier(2, timeout=120)  # broken unless two images are read at the same time
     threads = set()
 
     def meet(source: Any, *limits: Any) -> Any:
@@ -142,7 +142,7 @@ async def test_close_ends_threads_and_answers_what_waits(monkeypatch: pytest.Mon
 
     def slow(source: Any, *limits: Any) -> Any:
         started.set()
-        go_on.wait(20)
+        go_on.wait(120)
         raise AssertionError("not needed any more")
 
     monkeypatch.setattr("trinity.preprocess.image_reader.read_image", slow)
@@ -152,7 +152,7 @@ async def test_close_ends_threads_and_answers_what_waits(monkeypatch: pytest.Mon
     await asyncio.sleep(0)
     closing = asyncio.create_task(processor.aclose())
     with pytest.raises(ClosedError):
-        await asyncio.wait_for(second, 20)
+        await asyncio.wait_for(second, 120)
     go_on.set()
     with pytest.raises((RequestError, ClosedError)):  # what the reading of the image raised is the request's own
         await first

@@ -19,7 +19,7 @@ from trinity.preprocess.url_fetch import UrlFetcher
 
 OUTER, INNER = "127.0.0.2", "127.0.0.3"  # one stands for a public address, which tests cannot have
 LIMITS = MediaLimits(
-    allowed_hosts=("*:*",), allowed_networks=(f"{OUTER}/32",), url_timeout_s=2.0, max_image_bytes=50_000
+    allowed_hosts=("*:*",), allowed_networks=(f"{OUTER}/32",), url_timeout_s=100.0, max_image_bytes=50_000
 )
 
 

@@ -8,11 +8,14 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -54,6 +57,23 @@ def endless(directory: Path) -> Path:
     shutil.copytree(checkpoint("llava"), directory)
     (directory / "chat_template.jinja").write_text(ENDLESS + "{% endfor %}")
     return directory
+
+
+@asynccontextmanager
+async def taking(processor: KillableProcessor) -> AsyncIterator[asyncio.Task[Any]]:
+    """Within, a request is at work in a process that has taken it: it never ends."""
+    taken, real = threading.Event(), Connection.recv_bytes
+
+    def noted(self: Connection, *given: Any) -> bytes:
+        got = real(self, *given)
+        if got == b"never ends":
+            taken.set()
+        return got
+
+    with mock.patch.object(Connection, "recv_bytes", noted):
+        waiting = asyncio.ensure_future(processor.aprocess(Request(messages=HELLO, request_id="never ends")))
+        assert await asyncio.to_thread(taken.wait, LIVENESS_S)
+        yield waiting
 
 
 @asynccontextmanager
@@ -132,19 +152,17 @@ async def test_what_never_ends_is_killed_and_the_next_request_is_served(tmp_path
         assert caught.value.request_id == "mine"
     async with killable(endless(tmp_path / "n")) as processes:
         (first,) = pids(processes)
-        waiting = asyncio.ensure_future(processes.aprocess(Request(messages=HELLO)))
-        await asyncio.sleep(0.3)
-        os.kill(first, signal.SIGKILL)
-        with pytest.raises(RequestError, match="ended at it"):
-            await waiting
+        async with taking(processes) as waiting:
+            os.kill(first, signal.SIGKILL)
+            with pytest.raises(RequestError, match="ended at it"):
+                await waiting
         assert (await processes.aprocess(Request("good"))).work.prompt
         (second,) = pids(processes)
         assert second != first
-        waiting = asyncio.ensure_future(processes.aprocess(Request(messages=HELLO)))
-        await asyncio.sleep(0.3)
-        await processes.aclose()
-        with pytest.raises(ClosedError):
-            await waiting
+        async with taking(processes) as waiting:
+            await processes.aclose()
+            with pytest.raises(ClosedError):
+                await waiting
         with pytest.raises(ClosedError):
             await processes.aprocess(Request("good"))
     for pid in (first, second):

@@ -26,7 +26,7 @@ from trinity.remote.tls import TLSConfig
 from trinity.remote.wire import Hello, encode
 
 KEY = SECRET.encode()
-LIVENESS_S = 30.0
+LIVENESS_S = 120.0
 HOST = "127.0.0.1"
 
 

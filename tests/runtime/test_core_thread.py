@@ -21,7 +21,7 @@ from trinity.runtime.core_thread import CoreThread, StopCore
 from trinity.runtime.lane import Lane
 from trinity.timeline import Timeline
 
-SOON_S = 20.0
+SOON_S = 120.0
 FAR = 1e8
 
 

@@ -161,7 +161,7 @@ def nixl_sources(cuda: LazyCuda, monkeypatch: pytest.MonkeyPatch) -> Seen:
     monkeypatch.setattr(nixl_source, "make_agent", lambda gpu: agent)
     made = nixl_source.NixlSource(VRAM.gpu)
     made.register(VRAM)
-    assert agent.asked.wait(20)
+    assert agent.asked.wait(120)
     made.stop()
     made.join()
     return seen
@@ -202,7 +202,7 @@ def ucx_sources(cuda: LazyCuda, monkeypatch: pytest.MonkeyPatch) -> Seen:
 
     monkeypatch.setattr(ucx_source, "UcxWorker", Worker)
     made = ucx_source.UcxSource(1)
-    assert asked.wait(20)
+    assert asked.wait(120)
     made.stop()
     made.join()
     return seen

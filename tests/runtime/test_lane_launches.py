@@ -16,7 +16,7 @@ from trinity.runtime.lane import Lane
 from trinity.stages.base import LaunchableStage, Stage
 from trinity.timeline import Timeline
 
-SOON_S = 20.0
+SOON_S = 120.0
 
 
 class Job:

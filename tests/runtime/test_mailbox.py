@@ -10,7 +10,7 @@ import pytest
 
 from trinity.runtime.mailbox import Mailbox
 
-SOON_S = 20.0
+SOON_S = 120.0
 COUNT = 500
 
 

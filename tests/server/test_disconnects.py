@@ -41,7 +41,7 @@ async def leave(writer: asyncio.StreamWriter) -> None:
 async def test_a_client_that_leaves_ends_its_request(stream: bool) -> None:
     async with serve_model() as served:
         _reader, writer = await begin(served, chat_body(**LONG, stream=stream))
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             while not any(len(each.token_times) >= 3 for each in served.pipe.streams):
                 await asyncio.sleep(0)
         await leave(writer)
@@ -65,7 +65,7 @@ async def test_a_client_that_leaves_while_its_request_waits_to_be_prepared() -> 
 
         served.pipe.processor.aprocess = slowly  # type: ignore[method-assign]
         _reader, writer = await begin(served, chat_body(**LONG))
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             while not served.pipe.streams:
                 await asyncio.sleep(0)
             await leave(writer)

@@ -64,7 +64,7 @@ async def test_stages_transfers_and_pools_have_names() -> None:
         asked = [served.http.post(CHAT, json=chat_body(max_tokens=8)) for _ in range(4)]
         codes = [response.status_code for response in await asyncio.gather(*asked)]
         await settled(served.pipe)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(120):
             while len(served.pipe.loads) < 2:  # an instance whose load nobody routes by reports once a second
                 await asyncio.sleep(0.05)
         found = await scrape(served)

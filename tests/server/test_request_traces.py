@@ -53,7 +53,7 @@ def picture_chat() -> dict[str, object]:
 
 async def all_left(served: ServedModel) -> None:
     """Wait until every exchange has ended: its client has the answer a moment before."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         while served.server.active:
             await asyncio.sleep(0.01)
 

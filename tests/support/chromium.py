@@ -53,7 +53,7 @@ class Page:
             message["sessionId"] = self._session
         answer = self._waiting[self._sent] = asyncio.get_running_loop().create_future()
         self._to.write(msgspec.json.encode(message) + b"\0")
-        found = await asyncio.wait_for(answer, 30)
+        found = await asyncio.wait_for(answer, 120)
         assert "error" not in found, found
         return dict(found["result"])
 

@@ -22,9 +22,9 @@ from trinity.server import ServerConfig
 CHAT, RESPONSES = "/v1/chat/completions", "/v1/responses"
 OUTER, INNER = "127.0.0.2", "127.0.0.3"  # a public address, which tests cannot have, and one inside
 LIMITS = MediaLimits(
-    allowed_hosts=("*:*",), allowed_networks=(f"{OUTER}/32",), url_timeout_s=0.5, max_image_bytes=50_000
+    allowed_hosts=("*:*",), allowed_networks=(f"{OUTER}/32",), url_timeout_s=2.0, max_image_bytes=50_000
 )
-CONFIG = ServerConfig(max_body_bytes=1 << 20, body_timeout_s=0.5)
+CONFIG = ServerConfig(max_body_bytes=1 << 20, body_timeout_s=2.0)
 DISK = ("file:///etc/passwd", "FILE:///etc/passwd", "file://localhost/etc/passwd", "/etc/passwd", "../../etc/passwd",
         "/proc/self/environ", "/dev/zero", "~/.ssh/id_rsa")  # fmt: skip
 LOOPBACK = ("127.0.0.1", "localhost", "127.1", "2130706433", "0x7f000001", "0", "[::1]", "[::ffff:127.0.0.1]")
@@ -94,7 +94,7 @@ async def try_all(served: ServedModel, outer: PicturePages, inner: PicturePages)
         found.append(await _send(served, "read the disk", str(part), CHAT, json=body))
     for what, sent, pieces in (
         ("send a request that is too long", "64 KiB, 17 times", _pieces(17, 64 << 10, 0.0)),
-        ("send a slow request", "20 bytes in a second", _pieces(20, 1, 0.05)),
+        ("send a slow request", "20 bytes in three seconds", _pieces(20, 1, 0.15)),
     ):
         headers = {"content-type": "application/json"}
         found.append(await _send(served, what, sent, CHAT, content=pieces, headers=headers))

@@ -109,7 +109,7 @@ def chat_body(text: str = "Good morning", **fields: Any) -> dict[str, Any]:
 
 async def settled(pipe: trinity.Pipeline) -> int:
     """Wait until nothing runs; then the count of tokens that the pipeline has made so far."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(120):
         while pipe.streams:
             await asyncio.sleep(0.01)
         await pipe.wait_idle()

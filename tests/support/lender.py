@@ -18,7 +18,7 @@ from trinity.errors import TransportUnavailable
 from trinity.memory.block_memory import BlockMemory, BlockShape
 from trinity.transport import make_transport
 
-LIVENESS_S = 30.0
+LIVENESS_S = 120.0
 
 
 def ready(scheme: str) -> None:

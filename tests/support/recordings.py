@@ -27,7 +27,7 @@ WHOLE_MEDIA = ("gemma3",)  # attends to an image in both directions: no chunk an
 METHODS = ("EPD", "EP+D", "ED+P", "E+P+D", "PD+E")
 TEXT_METHODS = ("PD", "P+D")
 LOGITS_WITHIN = 1e-4
-PATIENCE_S, SOON_S = 60.0, 10.0
+PATIENCE_S, SOON_S = 120.0, 120.0
 
 Waves = Sequence[Sequence[Request]]
 

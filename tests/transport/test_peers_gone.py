@@ -17,7 +17,7 @@ from trinity.transport import make_transport, shm
 
 BETWEEN_PROCESSES = ("nixl", "nixl-push", "shm", "ucx")
 BLOCKS, BLOCK_BYTES = 32, 16 << 10
-LIVENESS_S = 30.0
+LIVENESS_S = 120.0
 PULL = Pull("P0:1", 0, "P0", "kv", "r", (1, 2), (3, 4))
 
 

@@ -41,7 +41,7 @@ from trinity.memory.cache_config import CacheConfig
 from trinity.pipeline import Pipeline
 from trinity.remote.wire import decode, encode
 
-LIVENESS_S = 30.0
+LIVENESS_S = 120.0
 
 # ---------------------------------------------------------------- when
 
