@@ -28,9 +28,9 @@ def fresh(program: str) -> str:
 def test_import_loads_nothing_heavy() -> None:
     program = f"""
 import time
-began = time.perf_counter()
+began = time.process_time()
 import trinity, sys
-spent = time.perf_counter() - began
+spent = time.process_time() - began
 print(sorted(set({HEAVY!r}) & set(sys.modules)), spent < 5)
 """
     assert fresh(program) == "[] True"

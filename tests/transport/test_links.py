@@ -81,6 +81,7 @@ async def test_nothing_is_written_after_a_timeout(scheme: str) -> None:
         freeze(peer.process.pid)
         assert isinstance(await ends(reading), TransferTimeout)
         await unchanged_when_it_goes_on(peer, memory)
+        remote._timeout_s = LIVENESS_S
         assert await asyncio.wait_for(remote.read([5], [5]), LIVENESS_S) == LARGE[1], "it is read again when it is back"
         await transport.aclose()
 
