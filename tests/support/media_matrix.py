@@ -10,7 +10,7 @@ from typing import Any
 
 from support.checkpoint_files import checkpoint
 from support.recordings import Served, serve
-from support.served_media_types import IN_FRONT, WITHOUT_CHATS
+from support.served_media_types import ALONE, IN_FRONT, WITHOUT_CHATS
 from support.stage_driver import picture
 from trinity.core.scheduler import BatchRules
 from trinity.preprocess.checkpoint import read_config
@@ -57,7 +57,9 @@ def waves(model_type: str) -> Waves:
     """All cases: "one" is alone while it is prefilled; later waves find what was before them in the caches."""
     if model_type in IN_FRONT:
         return _front_waves()
-    return _plain_waves() if model_type in WITHOUT_CHATS else _chat_waves()
+    if model_type in WITHOUT_CHATS:
+        return _plain_waves()
+    return _chat_waves(several=model_type not in ALONE)
 
 
 def _front_waves() -> Waves:
@@ -84,11 +86,12 @@ def _plain_waves() -> Waves:
     return (one,), (text, several), (again, other, _ask("raw", picture(1), " of a boat", "A photo <image>"))
 
 
-def _chat_waves() -> Waves:
+def _chat_waves(several: bool = True) -> Waves:
     """Cases of chats and of raw text.
 
     text: no image. three: three images of odd sizes over two turns. again: "one" once more. other: the prompt of "one"
-    with another image of the same size. raw: the image of "one" in raw text.
+    with another image of the same size. raw: the image of "one" in raw text. wide: in place of three, one of another
+    shape.
     """
     three = [picture(2, 60, 90), picture(3, 130, 61), picture(4, 77, 150)]
     turns = (
@@ -97,9 +100,10 @@ def _chat_waves() -> Waves:
         _turn("user", "<image>", "<image>", "Compare them."),
     )
     raw = _ask("raw", picture(1), " of a boat", "A photo <image>")
+    beside = _chat("three", three, *turns) if several else _one("wide", three[1])
     return (
         (_one("one", picture(1)),),
-        (_chat("text", [], _turn("user", "Tell me about a small red boat.")), _chat("three", three, *turns)),
+        (_chat("text", [], _turn("user", "Tell me about a small red boat.")), beside),
         (_one("again", picture(1)), _one("other", picture(11)), raw),
     )
 

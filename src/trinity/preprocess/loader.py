@@ -105,7 +105,7 @@ class LoadedProcessor(msgspec.Struct, frozen=True):
     - ``media_token_ids``: ids of the prompt's rows that features replace.
     - ``run_tokenizer``: tokenizes texts with expanded placeholders.
     - ``atomic`` (False): as in ``ImageText``.
-    - ``whole_prompt``, ``together``, ``text_alone``, ``in_front``: as in ``MediaFacts``.
+    - ``whole_prompt``, ``together``, ``text_alone``, ``single``, ``in_front``: as in ``MediaFacts``.
     - ``pools_images`` (False): the class pools an image to one row, its embedding.
     - ``special_ids`` ({}): ids of special tokens by their text, which outputs do not show.
     - ``tiles`` (""): as in ``ImageText``.
@@ -125,6 +125,7 @@ class LoadedProcessor(msgspec.Struct, frozen=True):
     whole_prompt: bool = False
     together: frozenset[int] = frozenset()
     text_alone: bool = True
+    single: bool = False
     in_front: bool = False
     pools_images: bool = False
     special_ids: dict[str, int] = {}
@@ -176,6 +177,7 @@ def load_tokenizer_and_processor(
         whole_prompt=known.whole_prompt,
         together=frozenset(known.together),
         text_alone=known.text_alone,
+        single=known.single,
         in_front=known.in_front,
         pools_images=bool(text.pooled_rows) and getattr(config, text.pooled_rows, None) == 1,
         special_ids=special_ids,

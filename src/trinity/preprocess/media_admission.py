@@ -36,8 +36,9 @@ def admit_media(
             )
             raise BadMedia(message, name)
     counts = Counter(item.kind for item in media)
-    if loaded.in_front and len(media) > 1:
-        message = f"model type {model_type!r} takes one image a prompt, in front of its text; {len(media)} are given"
+    if (loaded.in_front or loaded.single) and counts["image"] > 1:
+        why = "in front of its text" if loaded.in_front else "since what it makes of one depends on those beside it"
+        message = f"model type {model_type!r} takes one image a prompt, {why}; {counts['image']} are given"
         raise BadMedia(f"{message}, so ask about each by itself", name)
     for kind in kinds:
         given, most = counts[kind.name], int(getattr(limits, kind.count_limit))

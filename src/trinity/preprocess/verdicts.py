@@ -61,6 +61,7 @@ class MediaFacts(msgspec.Struct, frozen=True, kw_only=True):
     - ``skipped`` (-1): id of a padding token that has no place: positions of a prompt are counted without it, from
       behind this number, which is its own position (fairseq's; Kosmos-2).
     - ``text_alone`` (True): its processor takes a prompt without an image.
+    - ``single`` (False): what an image becomes depends on those beside it, so that a prompt has one (Emu3).
     - ``in_front`` (False): its processor writes an image's tokens into a prompt that has none, so that ids, and what an
       encoder is given, come of one call for image and text together, and a prompt has one image (BLIP-2).
     """
@@ -78,6 +79,7 @@ class MediaFacts(msgspec.Struct, frozen=True, kw_only=True):
     whole_prompt: bool = False
     together: tuple[int, ...] = ()
     text_alone: bool = True
+    single: bool = False
     in_front: bool = False
     joined: bool = False
     features: str = "getter"

@@ -236,3 +236,27 @@ def test_weights_that_are_not_there_are_never_drawn(tmp_path: Path) -> None:
     assert verdict.failed is not None
     assert verdict.failed.name == "weights"
     assert "multi_modal_projector" in verdict.failed.said
+
+
+@pytest.mark.slow
+def test_one_image_a_prompt_is_what_serves_where_the_model_says_so_itself() -> None:
+    verdict = prove(checkpoint("any-emu3"))
+    (spared,) = [part for part in verdict.parts if not part.passed]
+    assert (spared.name, spared.spared) == ("several images", True)
+    assert verdict.failed is None
+    assert verdict.serves == ("image", "text")
+    assert (verdict.facts.single, verdict.facts.embeds_codes) == (True, True)
+
+
+@pytest.mark.slow
+def test_features_that_are_wrong_beside_others_by_our_own_fault_are_refused() -> None:
+    class Shifts(GenericAdapter):
+        """Moves the rows of an image where several are encoded, or it is one of several."""
+
+        def encode(self, model: Any, kind: str, items: Sequence[MediaInputs], counts: Sequence[int]) -> list[Tensor]:
+            found = super().encode(model, kind, items, counts)
+            return [rows.roll(1, 0) for rows in found] if len(items) > 1 else found
+
+    failed = prove(checkpoint("any-aya_vision"), Shifts).failed
+    assert failed is not None
+    assert failed.name == "features"

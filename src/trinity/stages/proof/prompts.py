@@ -44,7 +44,12 @@ def _part(part: str) -> dict[str, Any]:
 
 def one_image(seed: int = 0) -> ProofPrompt:
     """Make the prompt with one image."""
-    return ProofPrompt("one image", (_turn("user", "<image>", _QUESTION),), (make_picture(seed, *SIZES[0]),))
+    return ask_about(make_picture(seed, *SIZES[0]))
+
+
+def ask_about(image: Image.Image) -> ProofPrompt:
+    """Make the prompt with this image alone."""
+    return ProofPrompt("one image", (_turn("user", "<image>", _QUESTION),), (image,))
 
 
 def image_beside(text: str) -> ProofPrompt:

@@ -18,6 +18,7 @@ from trinity.preprocess.verdicts import MediaFacts, ProofPart, ProofVerdict, kee
 from trinity.stages.models.generic import FEATURE_WAYS, GenericAdapter
 from trinity.stages.proof.prompts import (
     ProofPrompt,
+    ask_about,
     image_beside,
     long_question,
     one_image,
@@ -97,6 +98,10 @@ def _prove_images(subject: Subject, _: MediaFacts) -> Iterator[tuple[ProofPart, 
     yield ProofPart("processor", True, f"loads, and expands an image to {count} tokens"), facts
     facts = _find_features(subject, facts, prompts[0], expected[0])
     facts = _find_joined(subject, facts, (expected[0], other))
+    if why := _refuses_several(subject, facts, prompts[1], expected[1]):
+        yield ProofPart("several images", False, why, spared=True), facts
+        facts, prompts = msgspec.structs.replace(facts, single=True), (prompts[0], long_question())
+        expected[1] = subject.expect(prompts[1])
     trial = open_tried(subject, facts)
     for prompt, wanted in zip(prompts, expected, strict=True):
         yield from ((part, facts) for part in prove_inputs(trial, prompt, wanted))
@@ -106,6 +111,22 @@ def _prove_images(subject: Subject, _: MediaFacts) -> Iterator[tuple[ProofPart, 
     if facts.skipped >= 0:
         yield _prove_skipped(subject, facts), facts
     yield _prove_control(other, expected[0]), facts
+
+
+def _refuses_several(subject: Subject, facts: MediaFacts, prompt: ProofPrompt, expected: Expected) -> str:
+    """Say why a prompt has but one image: the model's own features of each alone are others; "" if they are not."""
+    if not subject.takes_several or expected.embeds is None:
+        return ""
+    trial = open_tried(subject, facts)
+    try:
+        _prove_ids(trial, prompt, expected)
+        _prove_features(trial, prompt, expected)
+    except Differs as error:
+        if error.name == "features":
+            alone = [subject.expect(ask_about(each), outputs=1) for each in prompt.images]
+            change = relative_error(_own_features(facts, [expected]), _own_features(facts, alone))
+            return f"its own features of an image differ by {change:.2g} beside others" if change > TOLERANCE else ""
+    return ""
 
 
 def _refuses_text(subject: Subject, facts: MediaFacts) -> str:
