@@ -146,8 +146,7 @@ def load_tokenizer_and_processor(
     config = read_config(model_dir)
     facts = check_config(config, model_dir)
     known = facts or MediaFacts()
-    tokenizer = _load_tokenizer(model_dir)
-    last_call = threading.local()
+    tokenizer, last_call = _load_tokenizer(model_dir), threading.local()
     media_ids = _media_ids(config) if facts is None else frozenset(facts.media_tokens.values())
     with _explain_failure(f"the processor of model type {config.model_type!r} cannot be loaded", UnsupportedModel):
         run_tokenizer = RunTokenizer(tokenizer, sorted(media_ids))
