@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from support.hybrid_models import SERVED, build_hybrid, generated, hybrid_requests, zero_states
+from support.hybrid_models import HELD, SERVED, build_hybrid, generated, hybrid_requests, zero_states
 from support.moved_streams import read_moving
 from support.pipeline_options import pipeline_options
 from trinity.core.scheduler import BatchRules
@@ -19,7 +19,7 @@ from trinity.core.transfers import TransferPolicy
 from trinity.pipeline import Pipeline
 
 CHUNK = 13  # so that each prompt but one is cut, and decodes share steps with chunks
-LATER = ("bamba", "qwen3_next")
+LATER = ("bamba", "qwen3_next", HELD)
 COMMON: dict[str, Any] = {"dtype": "float32", "rules": BatchRules(token_budget=CHUNK)}
 Tokens = list[tuple[int, ...]]
 
@@ -89,7 +89,7 @@ def test_tokens_of_generate(name: str, case: str, checkpoints: dict[str, Path]) 
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("name", ["lfm2", pytest.param("bamba", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["lfm2", *(pytest.param(each, marks=pytest.mark.slow) for each in ("bamba", HELD))])
 def test_the_control_zeroed_states_change_the_tokens(name: str, checkpoints: dict[str, Path]) -> None:
     folder = checkpoint_of(checkpoints, name)
 
@@ -118,7 +118,7 @@ def test_a_decode_that_moves_takes_its_states_along(name: str, checkpoints: dict
 
 @pytest.mark.slow
 @pytest.mark.parametrize("victim", ["P0", "D0"])
-@pytest.mark.parametrize("name", ["lfm2", "qwen3_next"])
+@pytest.mark.parametrize("name", ["lfm2", "qwen3_next", HELD])
 def test_a_killed_instance_costs_no_wrong_token(name: str, victim: str, checkpoints: dict[str, Path]) -> None:
     """Its requests go on from their tokens: states are computed again, where nobody else has them."""
     folder = checkpoint_of(checkpoints, name)

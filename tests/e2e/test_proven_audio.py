@@ -62,13 +62,14 @@ async def serve(directory: Path, **options: Any) -> dict[str, tuple[list[int], t
     return {each.request_id: (list(each.token_ids), logits[each.request_id]) for each in outputs}
 
 
-SLOW = ("fun_asr_nano", "granite_speech")
+NEEDS_TORCHAUDIO = ("fun_asr_nano", "granite_speech")
+SLOW = (*NEEDS_TORCHAUDIO, "nemo_speechlm")
 NAMES = ["moss_transcribe_diarize", *(pytest.param(each, marks=pytest.mark.slow) for each in SLOW)]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_an_audio_type_that_nobody_listed_is_served_exactly(name: str) -> None:
-    if name in SLOW:
+    if name in NEEDS_TORCHAUDIO:
         pytest.importorskip("torchaudio")
     directory = proven(name)
     found, oracle = asyncio.run(serve(directory)), Oracle(directory)

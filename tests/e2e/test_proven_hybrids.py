@@ -27,7 +27,8 @@ from trinity.testing.oracle import Oracle, OracleAnswer
 OUTPUTS = 16
 SIZES = ((90, 70), (64, 120), (150, 66))
 QUICK = ("qwen3_5", "1E1P1D")
-HYBRIDS = ("qwen3_5", "qwen3_5_moe", "lfm2_vl", "lfm3_vl", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7")
+_LATER = ("minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "nemotron_h_omni")
+HYBRIDS = ("qwen3_5", "qwen3_5_moe", "lfm2_vl", "lfm3_vl", *_LATER)
 TYPES = (*HYBRIDS, "granite_docling")
 PLACEMENTS = ("1E1P1D", "1EP1D", "1ED1P", "EPD")
 POOLS = {"image": 16, "kv": 256, "state": 3}

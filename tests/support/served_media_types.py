@@ -7,8 +7,9 @@ _NAMES = """
 aria aya_vision cohere2_vision cohere_compass cosmos3_edge cosmos3_omni deepseek_ocr2 deepseek_vl deepseek_vl_hybrid
 ernie4_5_vl_moe exaone4_5 gemma3 glm46v glm4v glm4v_moe glm_ocr glmga granite4_vision granite_docling hunyuan_vl
 hyperclovax_vision_v2 idefics2 idefics3 internvl janus lfm2_vl lfm3_vl lighton_ocr llava llava_next llava_next_video
-llava_onevision minicpm_ocr minicpmv4_6 minicpmv4_7 minimax_m3_vl mistral3 mistral_large4 molmo2 ovis2 paddleocr_vl
-qianfan_ocr qwen2_5_vl qwen2_vl qwen3_5 qwen3_5_moe qwen3_vl qwen3_vl_moe smolvlm video_llama_3 video_llava vipllava
+llava_onevision minicpm_ocr minicpmv4_6 minicpmv4_7 minimax_m3_vl mistral3 mistral_large4 molmo2 nemotron_h_omni ovis2
+paddleocr_vl qianfan_ocr qwen2_5_vl qwen2_vl qwen3_5 qwen3_5_moe qwen3_vl qwen3_vl_moe smolvlm video_llama_3
+video_llava vipllava
 """
 IN_FRONT = ("blip-2", "instructblip", "kosmos-2", "kosmos-2.5")  # one image, in front of a plain text
 WITHOUT_CHATS = ("chameleon", "phi4_multimodal")  # their processors take no template

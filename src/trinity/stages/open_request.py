@@ -30,7 +30,8 @@ class OpenRequest:
     - ``groups``: see ``ChunkRows``; None if all rows are causal.
     - ``bans``: tokens that it may not take; None for no such rule.
     - ``rules``: what the host does to its logits; None for nothing.
-    - ``state``: block of its states; -1 where the model's layers keep none. ``state_at``: positions that they cover.
+    - ``state``: block of its states; -1 where the model's layers keep none. ``state_at``: positions that they cover,
+      but for the last ``state_held``, whose rows are in the block (``held_rows.py``).
     - ``suspect``: set on closing if its last step failed.
     """
 
@@ -48,6 +49,7 @@ class OpenRequest:
     rules: HostRules | None = None
     state: int = -1
     state_at: int = 0
+    state_held: int = 0
     suspect: bool = False
 
     def set_tokens(self, tokens: Sequence[int], place: int) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor
 from trinity.errors import StageError
 from trinity.stages.attention.interface import PagedRows
 from trinity.stages.models import LoadedModel
+from trinity.stages.models.held_rows import PromptTurn
 from trinity.stages.models.states import StateStep
 from trinity.stages.open_request import OpenRequest
 
@@ -35,12 +36,18 @@ class OpenStates:
         """Begin to run a batch of these rows."""
         assert model.states is not None
         blocks = np.array([row.state for row, _, _ in self._rows], dtype=np.int64)
-        self._step = StateStep(model.states, memory, blocks, rows)
+        turns = [_turn_of(row, start) for row, start, _ in self._rows[rows.decodes :]]
+        self._step = StateStep(model.states, memory, blocks, rows, turns)
         return self._step
 
     def commit(self) -> None:
         """Write the new states into their blocks: the step has succeeded."""
         assert self._step is not None
         self._step.commit()
-        for row, _, end in self._rows:
+        for row, start, end in self._rows:
+            row.state_held = _turn_of(row, start).hold(start, end - start)
             row.state_at = end
+
+
+def _turn_of(row: OpenRequest, start: int) -> PromptTurn:
+    return PromptTurn(len(row.opening.work.prompt), row.state_held if start else 0)

@@ -22,7 +22,7 @@ from trinity.stages.kernels import decoder_layers, fused_elementwise, linear
 from trinity.stages.kernels.decoder_layers import _FusedDecoderLayer
 from trinity.stages.kernels.known_sources import LayerPart
 from trinity.stages.kernels.swaps import without_swaps
-from trinity.stages.models import LoadedModel, checks, load_model, registry
+from trinity.stages.models import LoadedModel, checks, float32_forward, load_model, registry
 from trinity.stages.models.float32_forward import in_float32
 
 SOON = ("gpt_oss", "mixtral")
@@ -153,9 +153,12 @@ def test_every_text_type_passes_in_half_precision(
 # ---------------------------------------------------------------- float32, module by module
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_a_forward_in_float32_is_that_of_a_copy(dtype: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("dtype", "small"), [("bfloat16", 0), ("bfloat16", 1 << 19), ("float32", 0)])
+def test_a_forward_in_float32_is_that_of_a_copy(
+    dtype: str, small: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A packed model, whose weights are not where they were, and one of tied embeddings and experts of its own."""
+    monkeypatch.setattr(float32_forward, "_SMALL", small)
     for name, fields in (("olmo", {"tie_word_embeddings": True}), ("gpt_oss", {}), ("gemma2", {})):
         directory = build(tmp_path / name, name, **fields)
         model = load_model(directory, "PD", dtype=dtype, packed=dtype == "float32").language

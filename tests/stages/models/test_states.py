@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers.models.bamba import modeling_bamba
 
-from support.hybrid_models import REFUSED, STEPWISE, build_hybrid
+from support.hybrid_models import HELD, SERVED, STEPWISE, build_hybrid
 from support.stage_driver import Pool
 from support.text_models import build, generate, make_prompt
 from trinity.core.messages import Open, Prefill, ResolvedSampling, Step, Work
@@ -139,20 +139,25 @@ def test_a_type_that_forgets_its_state_is_refused(tmp_path: Path, monkeypatch: p
         load_model(build_hybrid(tmp_path, "bamba"), "PD", dtype="float32")
 
 
-def test_a_type_whose_row_alone_runs_by_other_arithmetic_is_refused(tmp_path: Path) -> None:
-    """A chunk of one row gave other tokens than ``generate()``, and so may decodes that are recomputed in chunks."""
-    with pytest.raises(UnsupportedModel, match="off"):
-        load_model(build_hybrid(tmp_path, REFUSED), "PD", dtype="float32")
-
-
 @pytest.mark.parametrize("name", ["recurrent_gemma", pytest.param("minimax", marks=pytest.mark.slow)])
 def test_states_that_go_elsewhere_are_refused_by_name(name: str, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModel, match=r"transformers' cache|cache of its own"):
         load_model(build(tmp_path, name, num_hidden_layers=3), "PD", dtype="float32")
 
 
-def test_bfloat16_serves_with_its_own_dtypes(tmp_path: Path) -> None:
-    model = load_model(build_hybrid(tmp_path, "bamba"), "PD", dtype="bfloat16")
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", SERVED)
+def test_rows_are_held_where_one_runs_otherwise_than_several(name: str, dtype: str, tmp_path: Path) -> None:
+    """And not where rounding alone differs: Olmo Hybrid asks a norm for its dtype, and rounded in the check."""
+    states = load_model(build_hybrid(tmp_path, name), "PD", dtype=dtype).states
+    assert states is not None
+    assert states.rows_held is (name == HELD)
+
+
+@pytest.mark.parametrize("name", [HELD, pytest.param("bamba", marks=pytest.mark.slow)])
+def test_bfloat16_serves_with_its_own_dtypes(name: str, tmp_path: Path) -> None:
+    model = load_model(build_hybrid(tmp_path, name), "PD", dtype="bfloat16")
     assert model.states is not None
     assert {piece.dtype for piece in model.states.pieces} <= {torch.bfloat16, torch.float32}
     assert np.prod(model.kv_shape().shape[:1]) == 1

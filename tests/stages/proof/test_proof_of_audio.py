@@ -90,8 +90,8 @@ def test_clips_that_differ_leave_what_else_is_proven() -> None:
     assert facts.media_tokens == {"image": 7}
 
 
-SLOW = ("fun_asr_nano", "granite_speech", "granite_speech_plus")
-NEEDS_TORCHAUDIO = SLOW
+NEEDS_TORCHAUDIO = ("fun_asr_nano", "granite_speech", "granite_speech_plus")
+SLOW = (*NEEDS_TORCHAUDIO, "nemo_speechlm")
 
 
 @pytest.mark.slow

@@ -22,6 +22,7 @@ from trinity.stages.models.banned_logits import set_aside
 from trinity.stages.models.base import ModelAdapter
 from trinity.stages.models.float32_forward import in_float32
 from trinity.stages.models.generic import GenericAdapter
+from trinity.stages.models.held_rows import PromptTurn
 from trinity.stages.models.indexers import choosing_few
 from trinity.stages.models.loaded_model import LoadedModel
 from trinity.stages.models.registry import HOW_TO_ADD, known_models
@@ -34,7 +35,10 @@ _LENGTH, _CUT, _MOST_STARTS, _LEAST_STARTS = 23, 9, 10, 3
 _CHOSEN = 6  # tokens that an indexer may choose in a check: less than half of a prompt
 _TOLERANCE = 1e-3  # relative to the largest logit; float32 is exact to about 1e-6
 _QUANTISED_TOLERANCE = 3e-2  # of layers that round their inputs: transformers in two chunks is 2e-2 off itself in one
+_SAME = 5e-5  # as above, of rows alone and of several by the same arithmetic; 11 hybrids are 1e-5 off at most
 _NOISES = 4.0  # the largest honest ratio of 68 text types is 1.08
+_CUTS = ((0, _CUT), (_CUT, _LENGTH))
+_ROWS = (*((at, at + 1) for at in range(_CUT + 1)), (_CUT + 1, _LENGTH))  # one by one, and others behind them
 _LENGTH_DEPENDENT_ROPE = "longrope"
 _WINDOWS = ("sliding_window", "attention_chunk_size", "layer_types")
 
@@ -124,21 +128,54 @@ def _compare_plain(model: LoadedModel, ids: np.ndarray, starts: list[int]) -> tu
     Layers that stay quantised have no float32 form: they are compared as they run.
     """
     if getattr(model.language, "trinity_quantised", None):
-        exact = _own_logits(model, ids, starts)
-        return float(_row_errors(_paged_logits(model, ids, starts), exact).max()), _QUANTISED_TOLERANCE, exact
+        error, exact = _compare_in(model, ids, starts, None, _QUANTISED_TOLERANCE)
+        return error, _QUANTISED_TOLERANCE, exact
     with in_float32(model.language):
-        exact = _own_logits(model, ids, starts)
-        error = float(_row_errors(_paged_logits(model, ids, starts, torch.float32), exact).max())
-        if model.states is not None:  # also where chunks agree: a chunk may be of one row, and decodes are recomputed
-            chunked, model.states.one_by_one = error, True
-            alone = float(_row_errors(_paged_logits(model, ids, starts, torch.float32), exact).max())
-            model.states.one_by_one = chunked > _TOLERANCE
-            error = alone if model.states.one_by_one else max(chunked, alone)
+        error, exact = _compare_in(model, ids, starts, torch.float32, _TOLERANCE)
     if error > _TOLERANCE or model.dtype == torch.float32:
         return error, _TOLERANCE, exact
     noise = float(_row_errors(_own_logits(model, ids, starts), exact).max())
     error = _error_of(_paged_logits(model, ids, starts), exact, model.dtype)
     return error, min(1.0, max(_TOLERANCE, _NOISES * noise)), exact  # noise is infinite beyond float16
+
+
+def _compare_in(
+    model: LoadedModel, ids: np.ndarray, starts: list[int], dtype: torch.dtype | None, allowed: float
+) -> tuple[float, Tensor]:
+    """Compare in a dtype (None: as it runs): the error, and the model's own logits. Chooses how states are written.
+
+    Rows alone are tried where chunks agree, too: a chunk may be of one row, and decodes are recomputed. Where they
+    differ, prompt rows never run alone (``StateLayout.rows_held``), and decodes are held to the model's own steps.
+    """
+    whole = _own_logits(model, ids, starts)
+    errors, layout = _row_errors(_paged_logits(model, ids, starts, dtype), whole), model.states
+    if layout is None:
+        return float(errors.max()), whole
+    layout.one_by_one = True
+    alone = float(_row_errors(_paged_logits(model, ids, starts, dtype), whole).max())
+    layout.one_by_one = float(errors[:-1].max()) > allowed
+    error = alone if layout.one_by_one else max(alone, float(errors.max()))
+    if layout.one_by_one or error <= _SAME:
+        return error, whole
+    layout.hold_rows(model.language, model.adapter.text_config.hidden_size)
+    exact = _own_logits(model, ids, starts)
+    if float(errors[-1].max()) > allowed and _forgets(model, ids, starts, dtype, whole, exact):
+        return error, whole
+    tried = [_paged_logits(model, ids, starts, dtype, cuts=cuts) for cuts in (_CUTS, _ROWS)]
+    return max(float(_row_errors(each, exact).max()) for each in tried), exact
+
+
+def _forgets(
+    model: LoadedModel, ids: np.ndarray, starts: list[int], dtype: torch.dtype | None, whole: Tensor, own: Tensor
+) -> bool:
+    """Tell if a model's ``own`` last step is as far from its ``whole`` forward as one without some of its states is."""
+    off = float(_row_errors(own, whole)[-1].max())
+    assert model.states is not None
+    for name in {piece.name for piece in model.states.pieces} - {"held"}:
+        without = _paged_logits(model, ids, starts, dtype, zeroed=name)
+        if float(_row_errors(without, whole)[-1].max()) < _NOISES * off:
+            return True
+    return False
 
 
 def _row_errors(found: Tensor, expected: Tensor) -> Tensor:
@@ -180,20 +217,43 @@ def _make_prompts(model: LoadedModel, count: int) -> np.ndarray:
 
 @torch.inference_mode()
 def _own_logits(model: LoadedModel, ids: np.ndarray, starts: list[int]) -> Tensor:
-    """Compute [3 * starts, vocabulary]: logits after each cut, for the prompt from each start."""
+    """Compute [3 * starts, vocabulary]: logits after each cut, for the prompt from each start.
+
+    The last are of a step behind the others where the model's own steps differ from its whole forward.
+    """
+    steps = model.states is not None and model.states.rows_held
     set_attention(model.language, model.adapter, "eager")
     try:
         given = torch.from_numpy(ids).to(model.device)
         places = torch.tensor(starts, device=model.device)[:, None] + torch.arange(_LENGTH + 1, device=model.device)
         whole = model.adapter.text_alone(model.language)
-        named = {"inputs_embeds": whole.get_input_embeddings()(given)} if model.adapter.flat else {"input_ids": given}
-        logits: Tensor = whole(**named, position_ids=places, use_cache=False).logits
+        name = "inputs_embeds" if model.adapter.flat else "input_ids"
+        fed = whole.get_input_embeddings()(given) if model.adapter.flat else given
+        logits: Tensor = whole(**{name: fed}, position_ids=places, use_cache=False).logits
+        if steps:
+            first = whole(**{name: fed[:, :-1]}, position_ids=places[:, :-1], use_cache=True)
+            last = whole(
+                **{name: fed[:, -1:]},
+                position_ids=places[:, -1:],
+                past_key_values=first.past_key_values,
+                use_cache=True,
+            )
+            logits = torch.cat((first.logits, last.logits), 1)
     finally:
         set_attention(model.language, model.adapter, PAGED_ATTENTION)
     return logits[:, [_CUT - 1, _LENGTH - 1, _LENGTH]].transpose(0, 1).flatten(0, 1).float()
 
 
-def _paged_logits(model: LoadedModel, ids: np.ndarray, starts: list[int], dtype: torch.dtype | None = None) -> Tensor:
+def _paged_logits(
+    model: LoadedModel,
+    ids: np.ndarray,
+    starts: list[int],
+    dtype: torch.dtype | None = None,
+    *,
+    cuts: Sequence[tuple[int, int]] = _CUTS,
+    zeroed: str = "",
+) -> Tensor:
+    """Compute the same through blocks, in chunks of these ``cuts``; with states of this name ``zeroed`` at the end."""
     shape, axes, backend = model.kv_shape(), model.adapter.axes, TorchAttention()
     height, count = shape.shape[3], len(starts)
     kv = torch.zeros((1 + 3 * count, *shape.shape), dtype=dtype or shape.dtype, device=model.device)
@@ -201,10 +261,10 @@ def _paged_logits(model: LoadedModel, ids: np.ndarray, starts: list[int], dtype:
     at, last = np.arange(_LENGTH + 1), np.full(count, _LENGTH)
     parts = [
         [
-            Chunk(prompt[low:high], start + at[low:high], low, table)
+            Chunk(prompt[low:high], start + at[low:high], low, table, needs_logits=high in (_CUT, _LENGTH))
             for prompt, start, table in zip(ids, starts, tables, strict=True)
         ]
-        for low, high in _CUTS
+        for low, high in cuts
     ]
     decodes = Decodes(ids[:, _LENGTH], np.array(starts) + last, last + 1, tables)
     steps = [*((NO_DECODES, chunks) for chunks in parts), (decodes, list[Chunk]())]
@@ -212,22 +272,25 @@ def _paged_logits(model: LoadedModel, ids: np.ndarray, starts: list[int], dtype:
     if model.states is None:
         return torch.cat([model.forward(batch, kv, None, backend) for batch in batches]).float()
     layout = model.states if dtype is None else model.states.in_float32()
-    return torch.cat(list(_run_with_states(model, batches, kv, layout))).float()
+    found = _run_with_states(model, batches, kv, layout, zeroed)
+    return torch.cat([logits for logits in found if len(logits)]).float()
 
 
 def _run_with_states(
-    model: LoadedModel, batches: Sequence[RaggedBatch], kv: Tensor, layout: StateLayout
+    model: LoadedModel, batches: Sequence[RaggedBatch], kv: Tensor, layout: StateLayout, zeroed: str
 ) -> Iterator[Tensor]:
     """Run batches of the same requests one behind the other, in blocks of states that begin with what is not theirs."""
-    count = batches[0].rows.decodes + len(batches[0].rows.chunks)
+    count, held = batches[0].rows.decodes + len(batches[0].rows.chunks), 0
     memory = torch.full((count, layout.size), 7, dtype=torch.uint8, device=model.device)
     for batch in batches:
-        states = StateStep(layout, memory, np.arange(count)[::-1].copy(), batch.rows)
+        if batch is batches[-1]:
+            for piece in (each for each in layout.pieces if each.name == zeroed):
+                memory[:, piece.offset : piece.offset + piece.nbytes] = 0
+        turns = [PromptTurn(_LENGTH, held) for _ in batch.rows.chunks]
+        states = StateStep(layout, memory, np.arange(count)[::-1].copy(), batch.rows, turns)
         yield model.forward(batch, kv, None, TorchAttention(), states)
         states.commit()
-
-
-_CUTS = ((0, _CUT), (_CUT, _LENGTH))
+        held = next((turns[0].hold(chunk.start, chunk.length) for chunk in batch.rows.chunks), 0)
 
 
 def set_attention(model: Any, adapter: ModelAdapter, name: str) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from trinity.stages.kernels.fp8_linear import Fp8Linear
 from trinity.stages.kernels.linear import PackedLinear
 
-_Kept = dict[str, Tensor | None]
+_SMALL = 1 << 19  # values: a norm, a convolution, an indexer's weights
 
 
 @contextmanager
@@ -21,8 +21,9 @@ def in_float32(model: Any) -> Iterator[None]:
 
     A module has its weights in float32 only during its own call, so that no more than one of them is held twice: the
     output head of a model of 150,000 tokens and a width of 4,096 takes 2.5 GB, a copy of the model would take twice
-    the model. Embeddings convert the rows that they look up. Kernels must be off (``without_swaps``); packed linear
-    layers are unpacked in the same way.
+    the model. Small modules have theirs for as long as the context lasts: other modules ask them for their dtype, or
+    take their weights and do not call them. Embeddings convert the rows that they look up. Kernels must be off
+    (``without_swaps``); packed linear layers are unpacked in the same way.
     """
     with ExitStack() as undone:
         for module in model.modules():
@@ -43,7 +44,10 @@ def _give_float32(module: Any, given: Any, found: Tensor) -> Tensor:
 
 
 def _convert_calls(module: Any, undone: ExitStack) -> None:
-    """Convert the weights of ``module`` before each of its calls, and put its own back after it, or when undone."""
+    """Convert the weights of ``module`` before each of its calls, and put its own back after it, or when undone.
+
+    Those of a small one are converted at once, and put back when undone.
+    """
     kind, own = type(module), (dict(module._parameters), dict(module._buffers))
 
     def convert(*call: Any) -> None:
@@ -63,6 +67,9 @@ def _convert_calls(module: Any, undone: ExitStack) -> None:
         module.__class__ = PackedLinear.swapped_from
         undone.callback(setattr, module, "__class__", kind)
     undone.callback(restore)
+    if sum(each.numel() for each in (*module.parameters(recurse=False), *module.buffers(recurse=False))) <= _SMALL:
+        convert()
+        return
     undone.callback(module.register_forward_pre_hook(convert).remove)
     undone.callback(module.register_forward_hook(restore).remove)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from trinity.errors import UnsupportedModel
@@ -27,8 +28,33 @@ def pick_rows(value: Any, pick: RowPick, total: int) -> Any:
     """Pick rows of what has a row for each token; all else is for all of them."""
     if isinstance(value, tuple):
         return tuple(pick_rows(each, pick, total) for each in value)
-    counts_rows = isinstance(value, Tensor) and value.ndim > 1 and value.shape[:2] == (1, total)
-    return pick(value) if counts_rows else value
+    return pick(value) if _is_of_rows(value, total) else value
+
+
+def counts_rows(value: Any, total: int) -> bool:
+    """Tell if a value, or one in it, has a row for each token: [1, total, ...]."""
+    if isinstance(value, tuple):
+        return any(counts_rows(each, total) for each in value)
+    return _is_of_rows(value, total)
+
+
+def _is_of_rows(value: Any, total: int) -> bool:
+    return isinstance(value, Tensor) and value.ndim > 1 and value.shape[:2] == (1, total)
+
+
+def cut_rows(output: Any, low: int, high: int) -> Any:
+    """Cut [sequences, rows, ...] to rows [low, high)."""
+    if isinstance(output, tuple):
+        return tuple(cut_rows(each, low, high) for each in output)
+    return output[:, low:high] if isinstance(output, Tensor) else output
+
+
+def join_rows(outputs: Sequence[Any], axis: int) -> Any:
+    """Join outputs, which may be tuples, along an axis."""
+    first = outputs[0]
+    if isinstance(first, tuple):
+        return tuple(join_rows(each, axis) for each in zip(*outputs, strict=True))
+    return torch.cat(list(outputs), axis) if isinstance(first, Tensor) and len(outputs) > 1 else first
 
 
 @dataclass(frozen=True, slots=True)

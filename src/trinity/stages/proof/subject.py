@@ -235,13 +235,11 @@ class Subject:
         embeds = self.language.get_input_embeddings()(torch.zeros((1, 1), dtype=torch.int64))
         self.language(inputs_embeds=embeds, position_ids=torch.full((1, 1), place), use_cache=False)
 
-    def run_one_by_one(self) -> bool:
-        """Have chunks that go on from earlier states run token by token; False if they do, or there are no states."""
+    def run_otherwise(self) -> bool:
+        """Have chunks behind others run in the next way (``StateLayout.run_otherwise``); False if there is none."""
         states: StateLayout | None = getattr(self.model, "trinity_states", None)
-        if states is None or states.one_by_one:
-            return False
-        states.one_by_one = True
-        return True
+        width = self.config.get_text_config(decoder=True).hidden_size
+        return states is not None and states.run_otherwise(self.model, width)
 
     def guess_facts(self, expected: Expected, placeholder: dict[str, Any] | None = None) -> MediaFacts:
         """Derive facts from the structure and from a prompt with one medium.
