@@ -134,6 +134,12 @@ def test_padding_tokens_have_no_place_where_they_are_read_and_where_they_are_wri
         assert float((found.logits(name) - logits).abs().max()) < WITHIN * float(logits.abs().max()), name
 
 
+def count_read(processor: RequestProcessor, text: str) -> int:
+    """Count the tokens of a text that the encoder reads beside its image."""
+    made = processor.process(Request(f"<image>{text}", images=[picture(1)]))
+    return int(made.inputs[0]["qformer_input_ids"].shape[-1])
+
+
 @pytest.mark.xdist_group("front-instructblip")
 def test_what_cannot_stand_in_front_is_refused() -> None:
     own_answers("instructblip")
@@ -147,5 +153,10 @@ def test_what_cannot_stand_in_front_is_refused() -> None:
             processor.process(Request("Hello"))
         with pytest.raises(RequestError, match="special tokens"):
             processor.process(Request("<image>a</s>b<|im_end|>", images=[picture(1)], special_tokens=False))
+        tokens = count_read(processor, "a red boat")
+        processor._loaded.config.qformer_config.max_position_embeddings = tokens  # of a text that the context holds
+        assert count_read(processor, "a red boat") == tokens
+        with pytest.raises(BadMedia, match=rf"reads the text, of {tokens + 1} tokens, and takes {tokens}: shorten"):
+            count_read(processor, "a red boat a")
     finally:
         processor.close()

@@ -202,3 +202,15 @@ def test_token_ids_of_a_request_lie_in_the_vocabulary() -> None:
         with pytest.raises(RequestError, match="5000, and the vocabulary has"):
             processor.process(Request("a", sampling=Sampling(**fields)))  # type: ignore[arg-type]
     processor.close()
+
+
+def test_of_a_text_model_that_writes_its_config_is_read_and_no_file(tmp_path: Path) -> None:
+    from transformers import OPTConfig
+
+    directory, writer = folder_with(tmp_path, {"num_beams": 3, "repetition_penalty": 1.9}), OPTConfig(eos_token_id=5)
+    assert load_generation_defaults(directory, writer=writer) == GenerationDefaults()
+    writer.num_beams = 3
+    with pytest.raises(ConfigError, match=r"num_beams=3.*remove it from config\.json, of the text model"):
+        load_generation_defaults(directory, writer=writer)
+    found = load_generation_defaults(directory, ignore=["num_beams"], writer=writer)
+    assert found.sampling == Sampling.greedy()

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 _SIZE = (224, 168)  # width, height of the image with which the processor is tried
 _TEXTS = ("a", "a b c d e f", "f e d c b a")  # one longer, one as long and not the same
+_READ = "_input_ids"  # end of the name of a text that the encoder reads
 _WHERE = "_position_mask"  # end of the name of an output that has 1 where features are
 
 
@@ -52,11 +53,25 @@ class FrontReader(ImageReader):
         if not rows:
             raise MediaProblem("the model's processor makes no visual token of it: give a larger image")
         inputs = {name: value for name, value in output.items() if name not in self._texts}
+        self._check_told(inputs)
         found = MediaItem("image", "", len(rows), inputs, self._name(image, inputs), {}, *size_of(image))
         return msgspec.structs.replace(found, prompt=ids, rows=rows)
 
     def _run(self, image: Picture, text: str) -> dict[str, Any]:
         return dict(self._loaded.processor(images=[image], text=[text], return_tensors="pt"))
+
+    def _check_told(self, inputs: dict[str, Any]) -> None:
+        """Raise ``MediaProblem`` if a text has more tokens than a part of the encoder that reads it has places for.
+
+        By transformers' names: ``qformer_input_ids`` are read by the part that ``qformer_config`` describes.
+        """
+        for name in (each for each in self._told if each.endswith(_READ)):
+            part = getattr(self._loaded.config, f"{name.removesuffix(_READ)}_config", None)
+            tokens, most = inputs[name].shape[-1], getattr(part, "max_position_embeddings", None)
+            if most is not None and tokens > most:
+                raise MediaProblem(
+                    f"its encoder reads the text, of {tokens} tokens, and takes {most}: shorten the text"
+                )
 
     def _find_rows(self, ids: tuple[int, ...], output: dict[str, Any]) -> tuple[int, ...]:
         """Find where features are: where a mask of the processor says so, else where the placeholder is."""

@@ -138,16 +138,17 @@ def resolve_sampling(complete: Sampling, seed: int) -> ResolvedSampling:
 
 
 def load_generation_defaults(
-    model_dir: Path, vocabulary: int | None = None, ignore: Collection[str] | bool = ()
+    model_dir: Path, vocabulary: int | None = None, ignore: Collection[str] | bool = (), writer: Any = None
 ) -> GenerationDefaults:
     """Read ``generation_config.json``, or what ``config.json`` has of it where there is none, as transformers does.
 
     - ``vocabulary`` (tokens, None): token ids are below it.
     - ``ignore`` (()): fields that are not followed; True for all of them.
+    - ``writer`` (None): config of a text model whose own ``generate()`` runs: it has its defaults, and reads no file.
 
     Raises ``ConfigError`` for a file that cannot be read, a value out of range, and a field that is not served.
     """
-    named = _read_fields(model_dir)
+    named, file = _read_fields(model_dir, writer), FILE if writer is None else "config.json, of the text model"
     known = _known_fields()
     if not isinstance(ignore, bool):
         _check_ignored(ignore, known)
@@ -157,14 +158,14 @@ def load_generation_defaults(
         shown = ", ".join(f"{name}={fields[name]!r:.40}" for name in refused)
         raise ConfigError(
             f"the generation config in {str(model_dir)!r} sets {shown}, which is not served here; remove it from "
-            f"{FILE}, or serve without it: Pipeline(ignore_generation_config={refused!r})"
+            f"{file}, or serve without it: Pipeline(ignore_generation_config={refused!r})"
         )
     try:
         return _make_defaults(fields, vocabulary)
     except (RequestError, TypeError, ValueError) as error:
         raise ConfigError(
             f"the generation config in {str(model_dir)!r} cannot be followed ({describe_error(error)}); mend "
-            f"{FILE}, or name the field in Pipeline(ignore_generation_config=...)"
+            f"{file}, or name the field in Pipeline(ignore_generation_config=...)"
         ) from error
 
 
@@ -178,15 +179,17 @@ def check_token_ids(sampling: Sampling, vocabulary: int | None) -> None:
             raise ValueError(f"{name} has token {max(ids)}, and the vocabulary has {vocabulary} tokens")
 
 
-def _read_fields(model_dir: Path) -> dict[str, Any]:
+def _read_fields(model_dir: Path, writer: Any) -> dict[str, Any]:
     """Read the fields that are set, with transformers' own reader."""
     from transformers import GenerationConfig
 
     old: dict[str, Any] = {"config_file_name": "config.json", "_from_model_config": True}
     source = {} if (model_dir / FILE).is_file() else old
     try:
-        loaded: Any = GenerationConfig.from_pretrained(
-            model_dir, local_files_only=True, trust_remote_code=False, **source
+        loaded: Any = (
+            GenerationConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False, **source)
+            if writer is None
+            else GenerationConfig.from_model_config(writer)
         )
     except Exception as error:  # its readers and its validation raise anything
         raise ConfigError(

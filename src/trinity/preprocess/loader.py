@@ -106,6 +106,7 @@ class LoadedProcessor(msgspec.Struct, frozen=True):
     - ``run_tokenizer``: tokenizes texts with expanded placeholders.
     - ``atomic`` (False): as in ``ImageText``.
     - ``whole_prompt``, ``together``, ``text_alone``, ``single``, ``in_front``: as in ``MediaFacts``.
+    - ``writer`` (None): config of the text model, where ``MediaFacts.text_writes``.
     - ``pools_images`` (False): the class pools an image to one row, its embedding.
     - ``special_ids`` ({}): ids of special tokens by their text, which outputs do not show.
     - ``tiles`` (""): as in ``ImageText``.
@@ -127,6 +128,7 @@ class LoadedProcessor(msgspec.Struct, frozen=True):
     text_alone: bool = True
     single: bool = False
     in_front: bool = False
+    writer: Any = None
     pools_images: bool = False
     special_ids: dict[str, int] = {}
     tiles: str = ""
@@ -144,8 +146,7 @@ def load_tokenizer_and_processor(
     """
     check_processor(own)
     config = read_config(model_dir)
-    facts = check_config(config, model_dir)
-    known = facts or MediaFacts()
+    known = (facts := check_config(config, model_dir)) or MediaFacts()
     tokenizer, last_call = _load_tokenizer(model_dir), threading.local()
     media_ids = _media_ids(config) if facts is None else frozenset(facts.media_tokens.values())
     with _explain_failure(f"the processor of model type {config.model_type!r} cannot be loaded", UnsupportedModel):
@@ -168,7 +169,7 @@ def load_tokenizer_and_processor(
         tokenizer=tokenizer,
         processor=processor,
         last_call=last_call,
-        eos_ids=_eos_ids(model_dir, config, tokenizer, ignore),
+        eos_ids=_eos_ids(model_dir, config, tokenizer, ignore, text_writes=known.text_writes),
         placeholders=placeholders,
         media_token_ids=media_ids,
         run_tokenizer=run_tokenizer,
@@ -178,6 +179,7 @@ def load_tokenizer_and_processor(
         text_alone=known.text_alone,
         single=known.single,
         in_front=known.in_front,
+        writer=config.get_text_config(decoder=True) if known.text_writes else None,
         pools_images=bool(text.pooled_rows) and getattr(config, text.pooled_rows, None) == 1,
         special_ids=special_ids,
         tiles=text.tiles,
@@ -357,10 +359,13 @@ def _media_ids(config: Any) -> frozenset[int]:
     return frozenset(number for number in ids if isinstance(number, int))
 
 
-def _eos_ids(model_dir: Path, config: Any, tokenizer: Any, ignore: Collection[str] | bool) -> frozenset[int]:
+def _eos_ids(
+    model_dir: Path, config: Any, tokenizer: Any, ignore: Collection[str] | bool, *, text_writes: bool
+) -> frozenset[int]:
     """Find the end-of-sequence ids as generate() does: generation config, else model config, else tokenizer."""
     text = config.get_text_config()
-    followed = ignore is not True and "eos_token_id" not in (ignore or ())
+    config = config.get_text_config(decoder=True) if text_writes else config
+    followed = not text_writes and ignore is not True and "eos_token_id" not in (ignore or ())
     named = read_json(model_dir / "generation_config.json").get("eos_token_id") if followed else None
     for ids in (named, getattr(config, "eos_token_id", None), getattr(text, "eos_token_id", None)):
         if ids is not None:

@@ -124,11 +124,11 @@ class RequestProcessor:
         self._fetcher = UrlFetcher(self.limits)
         self.sampling_door = SamplingDoor(Path(model_dir))
         self._pool, self._closed = ThreadPoolExecutor(threads, thread_name_prefix="trinity-processor"), False
-        config = self._loaded.config
+        config, writer = self._loaded.config, self._loaded.writer
         self.model_type: str = config.model_type
         self.context_length: int = _context_length(config, self._loaded.tokenizer)
         self.vocabulary: int | None = getattr(config.get_text_config(), "vocab_size", None)
-        self.defaults = load_generation_defaults(Path(model_dir), self.vocabulary, ignore_generation_config)
+        self.defaults = load_generation_defaults(Path(model_dir), self.vocabulary, ignore_generation_config, writer)
         self._prompt_tokenizer = PromptTokenizer(self._loaded, self.vocabulary, self._readers.get("image"))
         self._prompt_reader = PromptReader(self._loaded)
         self.tokenizer: Any = self._loaded.tokenizer

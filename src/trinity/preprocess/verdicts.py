@@ -28,7 +28,7 @@ MOST_SECONDS = 3600.0  # of one proof
 MOST_VERDICTS = 256  # files that the folder keeps
 _MOST_SAID = 600  # characters of what a failed process said
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
-_FORM = 2  # raised where a fact comes to mean something else
+_FORM = 3  # raised where a fact comes to mean something else
 MEDIA = -1  # stands for all placeholders, among token ids
 _LIBRARIES = ("transformers", "torch", "tokenizers", "pillow", "trinity-epd")
 
@@ -60,6 +60,8 @@ class MediaFacts(msgspec.Struct, frozen=True, kw_only=True):
       that are not 0, by token id, that of media under ``MEDIA`` (ERNIE 4.5 VL, whose experts go by them).
     - ``skipped`` (-1): id of a padding token that has no place: positions of a prompt are counted without it, from
       behind this number, which is its own position (fairseq's; Kosmos-2).
+    - ``text_writes`` (False): its ``generate()`` runs that of its text model, which has the defaults of the text config
+      and knows no generation_config.json (BLIP-2).
     - ``text_alone`` (True): its processor takes a prompt without an image.
     - ``single`` (False): what an image becomes depends on those beside it, so that a prompt has one (Emu3).
     - ``in_front`` (False): its processor writes an image's tokens into a prompt that has none, so that ids, and what an
@@ -78,6 +80,7 @@ class MediaFacts(msgspec.Struct, frozen=True, kw_only=True):
     whole_windows: bool = False
     whole_prompt: bool = False
     together: tuple[int, ...] = ()
+    text_writes: bool = False
     text_alone: bool = True
     single: bool = False
     in_front: bool = False

@@ -26,6 +26,7 @@ class Expected:
     - ``embeds`` ([tokens, hidden]), ``positions`` ([axes, tokens]): what the text model was given; None if nothing.
     - ``inputs``: of the model, by name.
     - ``further``: what else the text model was given first, by its keyword: tensors, and tensors by layer.
+    - ``text_writes``: the model's ``generate()`` ran that of its text model.
     """
 
     ids: list[int]
@@ -35,6 +36,7 @@ class Expected:
     positions: Tensor | None
     inputs: dict[str, Any]
     further: dict[str, Any]
+    text_writes: bool
 
     def find(self, *token_ids: int) -> Tensor:
         """Find the rows [tokens] of the prompt that have one of these tokens, as truth values.
@@ -173,9 +175,12 @@ class Reference:
 
     @torch.inference_mode()
     def expect(self, prompt: ProofPrompt, marker: str, language: Any, outputs: int = PROOF_OUTPUTS) -> Expected:
-        """Run the model's own ``generate()`` on a prompt, and note what its text model is given first."""
+        """Run the model's own ``generate()`` on a prompt, and note what its text model is given first.
+
+        Raises ``ValueError`` if that of a part runs which has not the config of its text.
+        """
         inputs = self.inputs(prompt, marker)
-        with _noted(language) as notes:
+        with _noted(language) as notes, _noted_writers(self.model) as writers:
             found = self.model.generate(
                 **inputs,
                 max_new_tokens=outputs,
@@ -194,8 +199,16 @@ class Reference:
             embeds=None if embeds is None or embeds.shape[1] != length else embeds[0],
             positions=None if positions is None or positions.shape[-1] != length else positions.reshape(-1, length),
             inputs=inputs,
+            text_writes=self._is_text(writers),
             further={name: value for name, value in first.items() if name not in ("inputs_embeds", "position_ids")},
         )
+
+    def _is_text(self, writers: list[Any]) -> bool:
+        """Tell if the text model wrote the tokens, in place of the whole. Raises ``ValueError`` for another part."""
+        text = self.config.get_text_config(decoder=True)
+        if others := [type(each).__name__ for each in writers if each.config is not text and each.config != text]:
+            raise ValueError(f"its generate() runs that of {others[0]}, which has other defaults than its text model")
+        return bool(writers)
 
 
 def find_rows(inputs: dict[str, Any]) -> Tensor | None:
@@ -243,6 +256,28 @@ def _copy(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _copy(each) for key, each in value.items()}
     return value.clone() if isinstance(value, Tensor) else value
+
+
+@contextmanager
+def _noted_writers(model: Any) -> Iterator[list[Any]]:
+    """Note the parts of ``model`` whose own ``generate()`` is run."""
+    parts = [each for each in model.modules() if each is not model and hasattr(each, "generate")]
+    found: list[Any] = []
+
+    def note(part: Any, own: Any) -> Any:
+        def generate(*given: Any, **named: Any) -> Any:
+            found.append(part)
+            return own(*given, **named)
+
+        return generate
+
+    for each in parts:
+        each.generate = note(each, each.generate)
+    try:
+        yield found
+    finally:
+        for each in parts:
+            del each.generate
 
 
 @contextmanager

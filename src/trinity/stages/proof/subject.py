@@ -265,6 +265,7 @@ class Subject:
             **_find_layers(expected),
             token_types=self._find_types(expected, media),
             head=self._heads()[0],
+            text_writes=expected.text_writes,
             first=first,
             axes=axes,
         )
