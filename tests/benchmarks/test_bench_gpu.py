@@ -30,7 +30,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def found(kept: Path) -> Result:
-    return gpu.measure(SMALL, 5, kept)
+    return gpu.measure(SMALL, 60, kept)
 
 
 @pytest.mark.slow
@@ -112,7 +112,7 @@ def test_what_no_time_is_left_for_is_named(found: Result, kept: Path) -> None:
 @pytest.mark.slow
 def test_instances_in_processes_serve_the_same_tokens(tmp_path: Path) -> None:
     sizes = replace(SMALL, placed=(placements.PlacedRun("1E1P1D", "process", 2), *PLACED), rows=(), prefills=())
-    values = gpu.measure(sizes, 5, tmp_path).values
+    values = gpu.measure(sizes, 60, tmp_path).values
     assert len({each["tokens"] for each in values["placements"]}) == 1
     assert values["placements"][0]["transfers"] == 2 * SMALL.dual.requests
 
