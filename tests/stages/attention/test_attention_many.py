@@ -205,6 +205,23 @@ def test_dtypes_without_a_kernel_are_left_to_torch(dtype: torch.dtype, calls: li
 
 
 @here
+@torch.inference_mode()
+@pytest.mark.parametrize("batches", [(1, 3, 3), (3, 1, 1), (1, 3, 1), (2, 2, 1)])
+def test_batches_that_torch_broadcasts_are_left_to_it(batches: tuple[int, int, int], calls: list[torch.dtype]) -> None:
+    """Granite Speech asks one batch of queries of several of keys: the kernel would have read beyond their end."""
+    functions = pick_attention_functions(Layer.forward, torch.float32)
+    parts = [drawn(batch, 20, 2, 64, seed=seed).transpose(1, 2) for seed, batch in enumerate(batches)]
+    found, _ = functions.get_interface("sdpa", None)(Layer(), *parts, attention_mask=None)
+    wanted, _ = ALL_ATTENTION_FUNCTIONS["sdpa"](Layer(), *parts, attention_mask=None)
+    assert found.shape == wanted.shape == (max(batches), 20, 2, 64)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    assert calls == []
+    query, key, value = parts
+    with pytest.raises(ValueError, match="batches differ"):
+        attend_all(query, key, value, 0.3)
+
+
+@here
 def test_a_check_that_fails_leaves_all_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(encoder_attention, "attend_all", lambda *parts: attend_all(*parts) * 1.001)
     assert not has_attend_all.__wrapped__(torch.float32)

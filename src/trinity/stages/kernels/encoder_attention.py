@@ -27,8 +27,13 @@ def attend_all(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tenso
     """Attend from every row of ``query`` to all of ``key``, in bfloat16 or float32.
 
     ``query`` is [batch, heads, rows, width]; ``key`` and ``value`` are [batch, kv_heads, keys, width] and not empty.
-    Returns [batch, rows, heads, width]. Raises ``ValueError`` if this machine has no kernel for it.
+    Returns [batch, rows, heads, width]. Raises ``ValueError`` if this machine has no kernel for it, or if batches
+    differ: nothing is broadcast.
     """
+    if not query.shape[0] == key.shape[0] == value.shape[0]:
+        raise ValueError(
+            f"batches differ: {query.shape[0]} of queries, {key.shape[0]} of keys, {value.shape[0]} of values"
+        )
     batch, heads, rows, width = query.shape
     query, key, value = _make_contiguous(query), _make_contiguous(key), _make_contiguous(value)
     if key.stride() != value.stride():
@@ -126,6 +131,6 @@ def _sees_all(module: Any, named: dict[str, Any]) -> bool:
 
 def _fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
     parts = (query, key, value)
-    alike = query.shape[3] == key.shape[3] and key.shape == value.shape and query.shape[1] % key.shape[1] == 0
+    alike = query.shape[::3] == key.shape[::3] and key.shape == value.shape and query.shape[1] % key.shape[1] == 0
     ours = all(part.dtype == query.dtype and part.device.type == "cpu" and part.numel() for part in parts)
     return alike and ours and has_attend_all(query.dtype) and not any(part.requires_grad for part in parts)
