@@ -58,7 +58,7 @@ def waves(model_type: str) -> Waves:
     if model_type in IN_FRONT:
         return _front_waves()
     if model_type in WITHOUT_CHATS:
-        return _plain_waves()
+        return _plain_waves(several=model_type not in ALONE)
     return _chat_waves(several=model_type not in ALONE)
 
 
@@ -72,18 +72,26 @@ def _front_waves() -> Waves:
     return (_ask("one", picture(1)),), (asked, wide), (_ask("again", picture(1)), _ask("other", picture(11)))
 
 
-def _plain_waves() -> Waves:
-    """Cases of a processor without a chat template, as ``_chat_waves`` has them."""
+def _plain_waves(several: bool) -> Waves:
+    """Cases of a processor without a chat template, as ``_chat_waves`` has them; of one image, two in place of three.
+
+    square: an image that fills what it is cut or padded to.
+    """
     greedy = Sampling(ignore_eos=True)
     three = [picture(2, 60, 90), picture(3, 130, 61), picture(4, 77, 150)]
     text = Request("A small red boat", max_tokens=OUTPUTS, sampling=greedy, request_id="text")
     beside = f"Name <image> the colours.<image><image> Compare them. {QUESTION}"
-    several = Request(beside, images=three, max_tokens=OUTPUTS, sampling=greedy, request_id="three")
+    three_in_one = Request(beside, images=three, max_tokens=OUTPUTS, sampling=greedy, request_id="three")
+    wide, square = (
+        _ask(name, image, f" {QUESTION}", "<image>")
+        for name, image in (("wide", three[1]), ("square", picture(5, 56, 56)))
+    )
     one, again, other = (
         _ask(name, picture(seed), f" {QUESTION}", "Look at this. <image>")
         for name, seed in (("one", 1), ("again", 1), ("other", 11))
     )
-    return (one,), (text, several), (again, other, _ask("raw", picture(1), " of a boat", "A photo <image>"))
+    beside_it = (three_in_one,) if several else (wide, square)
+    return (one,), (text, *beside_it), (again, other, _ask("raw", picture(1), " of a boat", "A photo <image>"))
 
 
 def _chat_waves(several: bool = True) -> Waves:

@@ -13,8 +13,8 @@ video_llava vipllava
 """
 IN_FRONT = ("blip-2", "instructblip", "kosmos-2", "kosmos-2.5")  # one image, in front of a plain text
 WITHOUT_CHATS = ("chameleon", "phi4_multimodal")  # their processors take no template
-ALONE = ("emu3",)  # one image a prompt: beside others it becomes something else
-SERVED_MEDIA_TYPES = (*_NAMES.split(), *IN_FRONT, *WITHOUT_CHATS, *ALONE)
+ALONE = ("emu3", "phi4_multimodal")  # one image a prompt: beside others it becomes something else
+SERVED_MEDIA_TYPES = tuple(dict.fromkeys((*_NAMES.split(), *IN_FRONT, *WITHOUT_CHATS, *ALONE)))
 # They serve by their proof, some in tests of their own; the matrix has not been run on them (it asks chats).
 _OTHERS = """
 gemma4 gemma4_unified got_ocr2 kimi_k25 llama4 muse_glimmer muse_spark paligemma pp_chart2table qwen2_5_omni

@@ -28,7 +28,7 @@ MOST_SECONDS = 3600.0  # of one proof
 MOST_VERDICTS = 256  # files that the folder keeps
 _MOST_SAID = 600  # characters of what a failed process said
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
-_FORM = 3  # raised where a fact comes to mean something else
+_FORM = 4  # raised where a fact comes to mean something else
 MEDIA = -1  # stands for all placeholders, among token ids
 _LIBRARIES = ("transformers", "torch", "tokenizers", "pillow", "trinity-epd")
 

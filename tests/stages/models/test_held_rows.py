@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers.models.nemotron_h import modeling_nemotron_h
 
 from support.hybrid_models import HELD, build_hybrid
@@ -19,7 +20,7 @@ from trinity.errors import UnsupportedModel
 from trinity.memory.block_memory import BlockMemory
 from trinity.stages.language import LanguageStage
 from trinity.stages.models import load_model
-from trinity.stages.models.held_rows import check_inputs
+from trinity.stages.models.held_rows import bounds_steps, check_inputs
 from trinity.stages.models.states import StatefulModule
 
 OUTPUTS = 5
@@ -195,3 +196,26 @@ def test_two_kinds_of_states_in_a_layer_are_not_held_back(nemotron: Path) -> Non
         part.trinity_state_layer = 3
     with pytest.raises(UnsupportedModel, match="two kinds of states"):
         states.hold_rows(torch.nn.ModuleList(parts), 64)
+
+
+def test_rows_are_held_by_what_the_code_bounds_and_not_by_what_a_check_meets(tmp_path: Path) -> None:
+    """Steps far above the least one in whatever the check runs: another prompt may have smaller ones."""
+    directory = build_hybrid(tmp_path, HELD)
+    weights = load_file(directory / "model.safetensors")
+    found = [name for name in weights if name.endswith("dt_bias")]
+    save_file({**weights, **{name: weights[name] * 0 + 9.0 for name in found}}, directory / "model.safetensors")
+    model = load_model(directory, "PD", dtype="float32")
+    assert found
+    assert model.states is not None
+    assert model.states.rows_held
+
+
+def test_bounds_that_bound_nothing_hold_no_rows(tmp_path: Path) -> None:
+    model = load_model(build_hybrid(tmp_path, "bamba"), "PD", dtype="float32")
+    assert model.states is not None
+    assert not model.states.rows_held
+    assert not bounds_steps(model.language)
+    layer = next(each for each in model.language.modules() if hasattr(each, "time_step_limit"))
+    for bounds in ((0.01, float("inf")), (0.0, 0.5)):
+        layer.time_step_limit = bounds
+        assert bounds_steps(model.language)

@@ -135,8 +135,10 @@ def test_a_type_that_forgets_its_state_is_refused(tmp_path: Path, monkeypatch: p
         return own(torch.zeros_like(state), *given, **named)
 
     monkeypatch.setattr(modeling_bamba, "mamba2_selective_state_update", forget)
-    with pytest.raises(UnsupportedModel, match="off"):
-        load_model(build_hybrid(tmp_path, "bamba"), "PD", dtype="float32")
+    directory = build_hybrid(tmp_path, "bamba")
+    for _ in range(2):  # the process holds its weights, and what was tried with them
+        with pytest.raises(UnsupportedModel, match="off"):
+            load_model(directory, "PD", dtype="float32")
 
 
 @pytest.mark.parametrize("name", ["recurrent_gemma", pytest.param("minimax", marks=pytest.mark.slow)])

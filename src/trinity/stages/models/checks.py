@@ -22,7 +22,7 @@ from trinity.stages.models.banned_logits import set_aside
 from trinity.stages.models.base import ModelAdapter
 from trinity.stages.models.float32_forward import in_float32
 from trinity.stages.models.generic import GenericAdapter
-from trinity.stages.models.held_rows import PromptTurn
+from trinity.stages.models.held_rows import PromptTurn, bounds_steps
 from trinity.stages.models.indexers import choosing_few
 from trinity.stages.models.loaded_model import LoadedModel
 from trinity.stages.models.registry import HOW_TO_ADD, known_models
@@ -145,17 +145,21 @@ def _compare_in(
     """Compare in a dtype (None: as it runs): the error, and the model's own logits. Chooses how states are written.
 
     Rows alone are tried where chunks agree, too: a chunk may be of one row, and decodes are recomputed. Where they
-    differ, prompt rows never run alone (``StateLayout.rows_held``), and decodes are held to the model's own steps.
+    differ, or where the code bounds steps of several rows alone, prompt rows never run alone
+    (``StateLayout.rows_held``), and decodes are held to the model's own steps.
     """
+    layout = model.states
+    if layout is not None:
+        layout.reset()  # a model that was refused is held, and tried again
     whole = _own_logits(model, ids, starts)
-    errors, layout = _row_errors(_paged_logits(model, ids, starts, dtype), whole), model.states
+    errors = _row_errors(_paged_logits(model, ids, starts, dtype), whole)
     if layout is None:
         return float(errors.max()), whole
     layout.one_by_one = True
     alone = float(_row_errors(_paged_logits(model, ids, starts, dtype), whole).max())
     layout.one_by_one = float(errors[:-1].max()) > allowed
     error = alone if layout.one_by_one else max(alone, float(errors.max()))
-    if layout.one_by_one or error <= _SAME:
+    if layout.one_by_one or (error <= _SAME and not bounds_steps(model.language)):
         return error, whole
     layout.hold_rows(model.language, model.adapter.text_config.hidden_size)
     exact = _own_logits(model, ids, starts)

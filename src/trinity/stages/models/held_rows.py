@@ -12,13 +12,22 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trinity.errors import UnsupportedModel
 from trinity.stages.models.picked_rows import RowPick, counts_rows, cut_rows, join_rows
 
 MOST_HELD = 2  # rows at most: one, unless the one before it would be left alone
 RowsCall = Callable[[RowPick, Any], Any]  # runs a module on picked rows, with a cache
+
+
+def bounds_steps(model: nn.Module) -> bool:
+    """Tell if layers bound their time steps, by transformers' name for it: (0, infinity) bounds none.
+
+    Asked of the code and not of logits: a check meets few tokens, and whether one's step is beyond a bound is its own.
+    """
+    limits: list[Any] = [module.time_step_limit for module in model.modules() if hasattr(module, "time_step_limit")]
+    return any(float(least) > 0.0 or float(most) < float("inf") for least, most in limits)
 
 
 class PromptTurn(NamedTuple):

@@ -81,6 +81,11 @@ class StateLayout:
         """List the states of a layer."""
         return [piece for piece in self.pieces if piece.layer == layer and piece.name != "held"]
 
+    def reset(self) -> None:
+        """Have rows run as they are, as before any check."""
+        self.pieces = place_pieces([piece for piece in self.pieces if piece.name != "held"])
+        self.one_by_one = self.rows_held = False
+
     def hold_rows(self, model: nn.Module, width: int) -> None:
         """Have the last rows [width] of prompts held back, in float32. Raises ``UnsupportedModel``."""
         layers = [module.trinity_state_layer for module in model.modules() if isinstance(module, StatefulModule)]

@@ -68,6 +68,12 @@ def three_images() -> ProofPrompt:
     return ProofPrompt("three images", messages, images)
 
 
+def square_beside() -> ProofPrompt:
+    """Make a prompt with a square image, which fills whatever it is cut or padded to, beside one that does not."""
+    images = (make_picture(8, 56, 56), make_picture(9, *SIZES[1]))
+    return ProofPrompt("a square beside another", (_turn("user", "<image>", "<image>", "Compare them."),), images)
+
+
 def long_question() -> ProofPrompt:
     """Make a prompt with one image, of another size, in front of a longer text."""
     turn = _turn("user", "<image>", "Question: who has left the boat there in the morning, and why? Answer:")

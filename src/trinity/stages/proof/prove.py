@@ -22,6 +22,7 @@ from trinity.stages.proof.prompts import (
     image_beside,
     long_question,
     one_image,
+    square_beside,
     text_alone,
     three_images,
 )
@@ -98,7 +99,10 @@ def _prove_images(subject: Subject, _: MediaFacts) -> Iterator[tuple[ProofPart, 
     yield ProofPart("processor", True, f"loads, and expands an image to {count} tokens"), facts
     facts = _find_features(subject, facts, prompts[0], expected[0])
     facts = _find_joined(subject, facts, (expected[0], other))
-    if why := _refuses_several(subject, facts, prompts[1], expected[1]):
+    why = _refuses_several(subject, facts, prompts[1], expected[1])
+    if not why and subject.takes_several and _has_causal_encoder(subject):
+        why = _refuses_several(subject, facts, square_beside(), subject.expect(square_beside(), outputs=1))
+    if why:
         yield ProofPart("several images", False, why, spared=True), facts
         facts, prompts = msgspec.structs.replace(facts, single=True), (prompts[0], long_question())
         expected[1] = subject.expect(prompts[1])
@@ -111,6 +115,19 @@ def _prove_images(subject: Subject, _: MediaFacts) -> Iterator[tuple[ProofPart, 
     if facts.skipped >= 0:
         yield _prove_skipped(subject, facts), facts
     yield _prove_control(other, expected[0]), facts
+
+
+def _has_causal_encoder(subject: Subject) -> bool:
+    """Tell if attention of an encoder is causal where it is given no mask, which is left out where it hides nothing.
+
+    So what it makes of an image may depend on whether another in the same call has padding (Phi-4-multimodal).
+    """
+    base = subject.model.base_model
+    if subject.language_name:
+        text = set(subject.language.modules())
+        return any(getattr(each, "is_causal", False) for each in base.modules() if each not in text)
+    towers = [getattr(base, name) for name in subject.towers]
+    return any(getattr(each, "is_causal", False) for tower in towers for each in tower.modules())
 
 
 def _refuses_several(subject: Subject, facts: MediaFacts, prompt: ProofPrompt, expected: Expected) -> str:
@@ -332,9 +349,10 @@ def prove_logits(subject: Subject, facts: MediaFacts, prompt: ProofPrompt, expec
 def _find_joined(subject: Subject, facts: MediaFacts, alone: Sequence[Expected]) -> MediaFacts:
     """Find out whether two images of one size give the same features in one batch as each ``alone`` by its own.
 
-    Those that stand in front of a prompt, one in each, are encoded each by itself: beside them may be its text.
+    Those that stand in front of a prompt, one in each, are encoded each by itself: beside them may be its text. So are
+    those of a causal encoder.
     """
-    if facts.in_front:
+    if facts.in_front or _has_causal_encoder(subject):
         return facts
     prompt = ProofPrompt("two images", three_images().messages[-1:], (*one_image().images, *one_image(seed=1).images))
     joined = msgspec.structs.replace(facts, joined=True)
