@@ -20,6 +20,7 @@ from trinity.errors import UnsupportedModel
 from trinity.memory.block_memory import BlockMemory
 from trinity.stages.language import LanguageStage
 from trinity.stages.models import load_model
+from trinity.stages.models.checks import self_check
 from trinity.stages.models.held_rows import bounds_steps, check_inputs
 from trinity.stages.models.states import StatefulModule
 
@@ -208,6 +209,11 @@ def test_rows_are_held_by_what_the_code_bounds_and_not_by_what_a_check_meets(tmp
     assert found
     assert model.states is not None
     assert model.states.rows_held
+    first = model.states.pieces
+    for _ in range(2):  # as of a model that was refused, which the process holds, and which is tried again
+        self_check(model)
+        assert model.states.rows_held
+        assert model.states.pieces == first
 
 
 def test_bounds_that_bound_nothing_hold_no_rows(tmp_path: Path) -> None:
