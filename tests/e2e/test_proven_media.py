@@ -16,7 +16,7 @@ from support.checkpoint_files import checkpoint
 from support.pipeline_options import pipeline_options
 from trinity.core.scheduler import BatchRules
 from trinity.pipeline import Pipeline
-from trinity.preprocess.verdicts import find_verdict
+from trinity.preprocess.verdicts import MEDIA, find_verdict
 from trinity.request import Request, Sampling
 from trinity.stages.proof import prove
 from trinity.testing.oracle import Oracle
@@ -119,7 +119,7 @@ def test_a_token_with_a_type_that_the_model_writes_is_text(placement: str) -> No
     assert verdict is not None
     kinds = next(iter(verdict.facts.token_types.values()))
     vocabulary = Oracle(directory).answer(ask(0)).logits.shape[-1]
-    mark = next(number for number in kinds if number != verdict.facts.image_token_id)
+    mark = next(number for number in kinds if number not in (MEDIA, verdict.facts.image_token_id))
     others = tuple(number for number in range(vocabulary) if number != mark)
     request = msgspec.structs.replace(ask(1), sampling=Sampling(ignore_eos=True, suppress_tokens=others))
     requests = [msgspec.structs.replace(request, request_id="0")]
