@@ -82,6 +82,7 @@ def test_what_does_not_shift_is_not_found() -> None:
     assert found_in(rows, shifted_s, lambda row, after: row, hourly()) == (math.inf, 0, None)
 
 
+@pytest.mark.slow
 def test_hours_of_calm_traffic_have_no_shift() -> None:
     """In bursts as the hour's, drawn anew; and Poisson arrivals of another dataset. Two hours each."""
     bursty = traces.resample(hour(), 74_000, seed=4)

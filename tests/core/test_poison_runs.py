@@ -74,7 +74,9 @@ def count(seeds: range, make: Callable[[int], Poison]) -> Counter[str]:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("policy", [DEFAULT, EARLY], ids=["after two", "after one"])
+@pytest.mark.parametrize(
+    "policy", [DEFAULT, pytest.param(EARLY, marks=pytest.mark.slow)], ids=["after two", "after one"]
+)
 def test_poison_is_refused_and_every_other_request_is_whole(policy: FailurePolicy) -> None:
     seen = count(range(40), lambda seed: calm_cluster(seed, policy))
     assert {kind for kind in seen if kind.startswith("other")} == {"other length", "other stop"}
@@ -109,6 +111,7 @@ def test_the_last_death_is_its_own() -> None:
     assert company[0] > 15
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_beside_deaths_from_outside_next_to_nobody_else_is_blamed() -> None:
     """Faults, freezes and leases come too."""

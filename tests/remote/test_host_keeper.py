@@ -114,7 +114,10 @@ async def test_a_lost_launcher_is_replaced(table: HostTable, both: list[HostComm
         assert len(both[1].instances()) == 2
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize(
+    "number",
+    [*(pytest.param(each, marks=pytest.mark.slow) for each in (signal.SIGTERM, signal.SIGINT)), signal.SIGKILL],
+)
 def test_all_end_with_their_command(both: list[HostCommand], number: signal.Signals) -> None:
     began = [births(command) for command in both]
     assert [len(each) for each in began] == [3, 4], "a command, a launcher, and the instances"
