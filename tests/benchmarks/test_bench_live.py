@@ -299,6 +299,7 @@ def test_emulated_rounds_fit_the_time_that_is_left() -> None:
     assert ablation.fitting(1.0, rates) == ablation.LEAST
 
 
+@pytest.mark.slow
 def test_emulated_ways_are_served_side_by_side_rate_after_rate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ablation, "ProcessPoolExecutor", lambda count, **_: ThreadPoolExecutor(count))
     ways = ablation.paced_ways("3ED3P")[1:4:2]

@@ -57,6 +57,7 @@ def counted(seeds: Sequence[int], depth: int) -> Counter[str]:
     return total
 
 
+@pytest.mark.slow
 def test_the_interleavings_have_what_only_depth_2_brings_about() -> None:
     found = counted(range(60), 2)
     wanted = {"two in flight", "chunk behind chunk", "decode behind chunk", "row after stop", "row after error"}

@@ -185,6 +185,7 @@ def test_an_import_of_torch_would_have_been_noticed() -> None:
     assert "import of torch halted" in tried.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("no_torch")
 def test_the_program_around_them_needs_no_torch_either() -> None:
     program = "import asyncio; from examples import emulation; asyncio.run(emulation.main('1E1P1D', 500.0))"

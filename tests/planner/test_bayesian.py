@@ -174,6 +174,7 @@ def test_equal_seeds_give_equal_plans_and_prices_count() -> None:
     assert one.best.score == pytest.approx(one.best.goodput["guard"] - 0.1 * 3.0 * one.best.instances)
 
 
+@pytest.mark.slow
 @needs_optuna
 @needs_twin
 @pytest.mark.parametrize("space", [Space(trials=4, **NARROW), Space(trials=8)])

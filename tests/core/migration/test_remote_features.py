@@ -341,6 +341,7 @@ def store_cluster(seed: int) -> VirtualCluster:
     return cluster
 
 
+@pytest.mark.slow
 def test_every_interleaving_of_the_store_keeps_the_invariants() -> None:
     seen: Counter[str] = Counter()
     for seed in range(60):
