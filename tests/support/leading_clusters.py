@@ -6,7 +6,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from random import Random
 
-from support.scenarios import random_durations, random_faults, random_patience, random_settings, random_silence
+from support.scenarios import (
+    random_durations,
+    random_faults,
+    random_patience,
+    random_settings,
+    random_silence,
+    see_together,
+)
 from trinity.core.failure_policy import FailurePolicy
 from trinity.core.instance.settings import Reservation
 from trinity.core.messages import MediaSpan, Open, Work
@@ -23,13 +30,14 @@ def leading_work(draw: Random, number: int, texts: int) -> Work:
     text = draw.randrange(texts)
     prompt: list[int] = [100 + text] * draw.choice([4, 9, 16, 40])
     media: list[MediaSpan] = []
-    atomic = draw.random() < 0.2
+    kind = draw.random()
     for _ in range(draw.choice([1, 1, 2, 3])):
         content = draw.randrange(9)
         tokens = 1 + content % 6
-        media.append(MediaSpan("image", tokens, len(prompt), tokens, f"image{content}", atomic))
+        media.append(MediaSpan("image", tokens, len(prompt), tokens, f"image{content}", kind < 0.2))
         prompt += [9] * tokens + [draw.randint(1, 2)] * draw.choice([0, 1, 7])
     prompt += [draw.randint(1, 2)]
+    media = see_together(media, len(prompt)) if kind < 0.1 else media
     deadline = draw.uniform(0.0, 4.0) if draw.random() < 0.1 else None
     outputs = draw.choice([1, 2, 5, 20])
     return Work(request=f"r{number}", prompt=tuple(prompt), media=tuple(media), max_tokens=outputs, deadline_s=deadline)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
-from msgspec.structs import replace as replace_work
+from msgspec.structs import replace as replace_value
 
 from trinity.core.block_pool import blocks_for
 from trinity.core.instance.state import Settings
@@ -48,10 +48,18 @@ def random_document(draw: Random, atomic: bool) -> tuple[list[int], list[MediaSp
     return prompt, media
 
 
+def see_together(media: Sequence[MediaSpan], length: int) -> list[MediaSpan]:
+    """The same images, because of which tokens see each other from the first one on: up to the last image, or all."""
+    whole = length if len(media) % 2 else max((span.end for span in media), default=0)
+    return [replace_value(span, whole=whole) for span in media]
+
+
 def random_works(draw: Random, requests: int) -> list[Work]:
     """Requests that begin like others, or not, and have an end of their own."""
-    atomic = draw.random() < 0.2
-    documents = [random_document(draw, atomic) for _ in range(draw.choice([1, 3, requests]))]
+    kind = draw.random()
+    documents = [random_document(draw, kind < 0.2) for _ in range(draw.choice([1, 3, requests]))]
+    if kind < 0.1:
+        documents = [(prompt, see_together(media, len(prompt))) for prompt, media in documents]
     works = []
     for index in range(requests):
         prompt, media = draw.choice(documents)
@@ -70,7 +78,7 @@ def random_works(draw: Random, requests: int) -> list[Work]:
 
 def encode_alone(work: Work) -> Work:
     """The same request, of which only the features are wanted."""
-    return replace_work(work, encode_only=True, prompt=(), max_tokens=1)
+    return replace_value(work, encode_only=True, prompt=(), max_tokens=1)
 
 
 def random_rules(draw: Random) -> BatchRules:
@@ -255,7 +263,7 @@ def pressed_cluster(seed: int, placement: str | None = None) -> VirtualCluster:
     draw = Random(seed + 2_000_000_011)
     placement = placement or draw.choice(PLACEMENTS)
     works = [
-        replace_work(work, max_tokens=draw.choice([1, 4, 20, 40, 60]), stop_ids=frozenset(), deadline_s=None)
+        replace_value(work, max_tokens=draw.choice([1, 4, 20, 40, 60]), stop_ids=frozenset(), deadline_s=None)
         for work in random_works(draw, draw.choice([3, 6, 12]))
     ]
     leases = random_patience(draw)

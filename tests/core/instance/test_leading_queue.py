@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace as replace_value
 
 from support.core_tables import work
 from trinity.core.instance.leading_queue import AWAITS_FEATURES, LeadingQueue, leading_blocks
@@ -38,6 +39,13 @@ def at(phase: Phase, name: str = "r", text: int = 8) -> RequestState:
 )
 def test_whole_blocks_before_the_first_image_lead(of: Work, blocks: int) -> None:
     assert leading_blocks(of, 4) == blocks
+
+
+@pytest.mark.parametrize("end", [9, 12])
+def test_text_that_sees_an_image_behind_it_does_not_lead(end: int) -> None:
+    """As Molmo 2 and PaliGemma have it: tokens from the first on see each other, and no chunk may cut them."""
+    of = work("r", 8, "cat", 1, 3)
+    assert leading_blocks(replace_value(of, media=tuple(replace_value(each, whole=end) for each in of.media)), 4) == 0
 
 
 @pytest.mark.parametrize("phase", sorted(AWAITS_FEATURES, key=str))

@@ -60,5 +60,5 @@ def _is_on(settings: Settings) -> bool:
 
 
 def leading_blocks(work: Work, block: int) -> int:
-    """Count the whole blocks of ``block`` positions ahead of the first image; 0 where nothing is to be prefilled."""
-    return work.media[0].offset // block if work.media and not work.encode_only else 0
+    """Count the whole blocks of ``block`` positions ahead of the first image and of what sees it; 0 for nothing."""
+    return work.media[0].uncut[0] // block if work.media and not work.encode_only else 0
