@@ -3,7 +3,7 @@
 A package's line in docs/structures.md starts with "- `its/path/`:", the path counted from src/trinity; packages deeper
 than two levels need none. Modules are not listed by hand: tools/module_list.py does that. What documents name between
 backticks occurs somewhere in the sources. Sources are cited by the names in docs/papers.md, never by a number of a
-folder that only its owner has.
+folder that only its owner has. No file of text has the marks that a merge leaves.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ CODE = re.compile(r"`([\w/]+(?:/|\.py))`")
 PACKAGE = re.compile(r"^- `([\w/]+)/`:", re.MULTILINE)
 FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 HISTORY = ("CHANGELOG", "house", "renames", "renamed-files")  # they name what was
+MERGED = re.compile(r"^(?:<{7} |>{7} )", re.MULTILINE)
 DEEP = 2
 FOREIGN = {"kv_role", "libcudart_static"}  # others' words
 NAMING = {"": ("md", "rst", "ipynb"), "src": ("py",), "benchmarks": ("py",), "examples": ("py",)}
@@ -96,6 +97,11 @@ def lost_sources(root: Path) -> Iterator[str]:
                 yield f"{path}: names {name}, which is not in the project"
 
 
+def unmerged(root: Path) -> Iterator[str]:
+    """Files in which a merge has left both of its sides."""
+    yield from (f"{path}: a merge has left its marks" for path, text in texts(root) if MERGED.search(text))
+
+
 def dead_names(root: Path) -> Iterator[str]:
     """Dotted names below trinity, and paths of source files, that documents and sources name and nothing has."""
     known = names.Names(root)
@@ -132,7 +138,8 @@ def package_list(root: Path) -> Iterator[str]:
 
 def problems(root: Path) -> list[str]:
     """Everything that documents have wrong, a line each."""
-    return [*broken_links(root), *lost_sources(root), *dead_names(root), *unknown_words(root), *package_list(root)]
+    checks = (broken_links, lost_sources, unmerged, dead_names, unknown_words, package_list)
+    return [each for check in checks for each in check(root)]
 
 
 def main(root: Path) -> int:

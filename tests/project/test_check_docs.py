@@ -57,6 +57,8 @@ def write(root: Path, files: dict[str, str]) -> Path:
         ({"docs/site/a.rst": "\n.. autoclass:: trinity.Gone"}, "docs/site/a.rst:2: there is no trinity.Gone"),
         ({"src/trinity/a.py": '"""As ``trinity.p.gone``."""'}, "src/trinity/a.py:1: there is no trinity.p.gone"),
         ({"examples/a.ipynb": '["import trinity.gone"]'}, "there is no trinity.gone"),
+        ({"CHANGELOG.md": "a\n" + "<" * 7 + " HEAD\nb"}, "CHANGELOG.md: a merge has left its marks"),
+        ({"tools/a.sh": "\n" + ">" * 7 + " 7820b7ff"}, "a.sh: a merge has left its marks"),
         ({"docs/a.md": "in `gone/a.py`"}, "there is no gone/a.py"),
         ({"docs/a.md": "a\n```py\nb\n```\n`GoneClass.run`"}, "docs/a.md:5: nothing is called GoneClass"),
         ({"docs/a.md": "with `gone_word=3`"}, "nothing is called gone_word"),
