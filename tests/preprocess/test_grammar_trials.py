@@ -69,6 +69,20 @@ async def test_slow_ones_beyond_a_few_are_refused_after_the_short_time(
     assert "too complex" in await ask(processor, hostile("c")), "a refusal for want of room was kept as an answer"
 
 
+async def test_a_busy_host_is_not_the_fault_of_a_grammar(
+    processor: RequestProcessor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampling = Sampling(structured=Structured(regex="(up|down)"))
+    asked = [Request("a", sampling=sampling, request_id=name) for name in "ab"]
+    with monkeypatch.context() as busy:
+        busy.setattr(grammars, "_PATIENCE_S", 1e-3)  # less than a process takes to start
+        found = await asyncio.gather(*map(processor.aprocess, asked), return_exceptions=True)
+    assert [type(each) for each in found] == [Overloaded] * 2
+    assert [each.request_id for each in found if isinstance(each, Overloaded)] == ["a", "b"]
+    assert all("this host had not" in str(each) and "send the request again later" in str(each) for each in found)
+    assert await ask(processor, "(up|down)") == "", "a refusal for want of time was kept as an answer"
+
+
 async def test_requests_that_leave_make_room(processor: RequestProcessor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammar_trials, "MOST_TRIALS", 1)
     leaving = [asyncio.create_task(ask(processor, hostile("f"))) for _ in range(2)]

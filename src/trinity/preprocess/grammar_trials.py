@@ -47,8 +47,8 @@ class GrammarTrials:
 
         - ``structured``: as in ``ResolvedSampling``.
 
-        Raises ``Overloaded`` where too many others are being tried, and ``ClosedError`` after ``close()``. Whoever is
-        cancelled leaves no trial that waits.
+        Raises ``Overloaded`` where too many others are being tried or the host has no time for it, and ``ClosedError``
+        after ``close()``. Whoever is cancelled leaves no trial that waits.
         """
         if structured in self._answers:
             self._answers.move_to_end(structured)
@@ -81,7 +81,7 @@ class GrammarTrials:
         try:
             found = await self._try_in_lanes(structured)
         except NoTime as problem:  # the host's fault: not to be kept
-            return str(problem)
+            raise Overloaded(str(problem)) from None
         self._answers[structured] = found
         if len(self._answers) > _MOST_KEPT:
             self._answers.popitem(last=False)

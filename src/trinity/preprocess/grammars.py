@@ -85,7 +85,8 @@ def try_grammar(structured: str, cpu_s: float) -> GrammarAnswer:
     try:
         done = subprocess.run(command, input=question, capture_output=True, timeout=_PATIENCE_S, check=False)
     except subprocess.TimeoutExpired:
-        raise NoTime(f"the grammar was not compiled within {_PATIENCE_S:g} s; give a simpler one") from None
+        said = f"this host had not {cpu_s:g} s of CPU time for the grammar within {_PATIENCE_S:g} s"
+        raise NoTime(f"{said}; send the request again later") from None
     if done.returncode:
         text = f"it is too complex: compiling it took more than {cpu_s:g} s of CPU time, or the memory for it"
         return GrammarAnswer(text, slow=-done.returncode in grammar_check.TIME_SIGNALS)

@@ -33,8 +33,8 @@ class SamplingDoor:
     async def admit(self, request: Request, find_stop_ids: FindStopIds) -> Request:
         """Return a checked request whose sampling can serve; ``find_stop_ids`` lists tokens that end its output.
 
-        Raises ``RequestError`` (``Overloaded`` where too many grammars are being tried), or ``ClosedError`` after
-        ``close()``.
+        Raises ``RequestError`` (``Overloaded`` where too many grammars are being tried, or the host is too busy), or
+        ``ClosedError`` after ``close()``.
         """
         sampling = request.sampling
         if sampling.logits_processor is None and sampling.structured is None:

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers.models.nemotron_h import modeling_nemotron_h
 
-from support.hybrid_models import HELD, build_hybrid
+from support.hybrid_models import HELD, STEPWISE, build_hybrid
 from support.stage_driver import Pool
 from support.text_models import Answer, generate, make_prompt
 from trinity.core.messages import Open, Prefill, ResolvedSampling, Sampled, Step, Work
@@ -180,6 +180,28 @@ def test_a_type_whose_step_forgets_is_refused(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(modeling_nemotron_h, "mamba2_selective_state_update", forget)
     with pytest.raises(UnsupportedModel, match="off"):
         load_model(build_hybrid(tmp_path, HELD), "PD", dtype="float32")
+
+
+@pytest.mark.parametrize("least", [0.5, pytest.param(0.8, marks=pytest.mark.slow), 2.0])
+def test_bounds_that_move_steps_further_than_states_do_are_served(least: float, tmp_path: Path) -> None:
+    """A step is then as far from the whole forward as one without states, and forgets nothing."""
+    directory, prompt = build_hybrid(tmp_path, HELD, time_step_min=least), make_prompt(5)
+    bench, own = Bench(directory), generate(directory, prompt, OUTPUTS)
+    assert bench.model.states is not None
+    assert bench.model.states.rows_held
+    assert max(error_of(bench.serve(prompt, even(5, size)), own) for size in (1, 2, 5)) < OFF
+    layer = next(each for each in bench.model.language.modules() if hasattr(each, "time_step_limit"))
+    assert layer.time_step_limit == (least, float("inf")), "the check has left the bounds off"
+
+
+def test_code_that_runs_one_by_one_and_bounds_steps_is_refused(tmp_path: Path) -> None:
+    """A row alone would run by other bounds than ``generate()`` has for a prompt. No type of transformers is so."""
+    model = load_model(build_hybrid(tmp_path, STEPWISE[0]), "PD", dtype="float32")
+    layer: Any = next(each for each in model.language.modules() if isinstance(each, StatefulModule))
+    self_check(model)
+    layer.time_step_limit = (0.01, float("inf"))
+    with pytest.raises(UnsupportedModel, match="does not go on with several rows at once, and bounds time steps"):
+        self_check(model)
 
 
 def test_what_cannot_be_held_back_is_refused() -> None:

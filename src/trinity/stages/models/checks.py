@@ -22,7 +22,7 @@ from trinity.stages.models.banned_logits import set_aside
 from trinity.stages.models.base import ModelAdapter
 from trinity.stages.models.float32_forward import in_float32
 from trinity.stages.models.generic import GenericAdapter
-from trinity.stages.models.held_rows import PromptTurn, bounds_steps
+from trinity.stages.models.held_rows import PromptTurn, bounds_steps, without_bounds
 from trinity.stages.models.indexers import choosing_few
 from trinity.stages.models.loaded_model import LoadedModel
 from trinity.stages.models.registry import HOW_TO_ADD, known_models
@@ -146,7 +146,8 @@ def _compare_in(
 
     Rows alone are tried where chunks agree, too: a chunk may be of one row, and decodes are recomputed. Where they
     differ, or where the code bounds steps of several rows alone, prompt rows never run alone
-    (``StateLayout.rows_held``), and decodes are held to the model's own steps.
+    (``StateLayout.rows_held``), and decodes are held to the model's own steps. Raises ``UnsupportedModel`` for code
+    that wants both.
     """
     layout = model.states
     if layout is not None:
@@ -158,8 +159,10 @@ def _compare_in(
     layout.one_by_one = True
     alone = float(_row_errors(_paged_logits(model, ids, starts, dtype), whole).max())
     layout.one_by_one = float(errors[:-1].max()) > allowed
-    error = alone if layout.one_by_one else max(alone, float(errors.max()))
-    if layout.one_by_one or (error <= _SAME and not bounds_steps(model.language)):
+    error, bounded = alone if layout.one_by_one else max(alone, float(errors.max())), bounds_steps(model.language)
+    if layout.one_by_one and bounded:
+        raise UnsupportedModel("it does not go on with several rows at once, and bounds time steps of several alone")
+    if layout.one_by_one or (error <= _SAME and not bounded):
         return error, whole
     layout.hold_rows(model.language, model.adapter.text_config.hidden_size)
     exact = _own_logits(model, ids, starts)
@@ -172,9 +175,16 @@ def _compare_in(
 def _forgets(
     model: LoadedModel, ids: np.ndarray, starts: list[int], dtype: torch.dtype | None, whole: Tensor, own: Tensor
 ) -> bool:
-    """Tell if a model's ``own`` last step is as far from its ``whole`` forward as one without some of its states is."""
-    off = float(_row_errors(own, whole)[-1].max())
+    """Tell if a model's ``own`` last step is as far from its ``whole`` forward as one without some of its states is.
+
+    Where it bounds time steps, bounds may move a step as far, or further: it is then compared without them.
+    """
     assert model.states is not None
+    if bounds_steps(model.language):
+        with without_bounds(model.language):
+            whole, own = (_own_logits(model, ids, starts, steps=steps) for steps in (False, True))
+            return not float(_row_errors(own, whole)[-1].max()) <= _TOLERANCE
+    off = float(_row_errors(own, whole)[-1].max())
     for name in {piece.name for piece in model.states.pieces} - {"held"}:
         without = _paged_logits(model, ids, starts, dtype, zeroed=name)
         if float(_row_errors(without, whole)[-1].max()) < _NOISES * off:
@@ -220,12 +230,13 @@ def _make_prompts(model: LoadedModel, count: int) -> np.ndarray:
 
 
 @torch.inference_mode()
-def _own_logits(model: LoadedModel, ids: np.ndarray, starts: list[int]) -> Tensor:
+def _own_logits(model: LoadedModel, ids: np.ndarray, starts: list[int], *, steps: bool | None = None) -> Tensor:
     """Compute [3 * starts, vocabulary]: logits after each cut, for the prompt from each start.
 
-    The last are of a step behind the others where the model's own steps differ from its whole forward.
+    - ``steps`` (where the model's own steps differ from its whole forward): the last are of a step behind the others.
     """
-    steps = model.states is not None and model.states.rows_held
+    if steps is None:
+        steps = model.states is not None and model.states.rows_held
     set_attention(model.language, model.adapter, "eager")
     try:
         given = torch.from_numpy(ids).to(model.device)

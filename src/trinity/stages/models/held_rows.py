@@ -8,7 +8,8 @@ rows of a prompt that goes on are held back beside its states, which do not cove
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -28,6 +29,20 @@ def bounds_steps(model: nn.Module) -> bool:
     """
     limits: list[Any] = [module.time_step_limit for module in model.modules() if hasattr(module, "time_step_limit")]
     return any(float(least) > 0.0 or float(most) < float("inf") for least, most in limits)
+
+
+@contextmanager
+def without_bounds(model: nn.Module) -> Iterator[None]:
+    """Have layers bound no time steps: one row then runs by the arithmetic of several."""
+    bounding: list[Any] = [module for module in model.modules() if hasattr(module, "time_step_limit")]
+    limits = [module.time_step_limit for module in bounding]
+    try:
+        for module in bounding:
+            module.time_step_limit = (0.0, float("inf"))
+        yield
+    finally:
+        for module, limit in zip(bounding, limits, strict=True):
+            module.time_step_limit = limit
 
 
 class PromptTurn(NamedTuple):
