@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import re
 import resource
 import shutil
 import struct
@@ -17,6 +18,7 @@ from hypothesis import strategies as st
 
 import trinity
 from support.checkpoint_files import checkpoint
+from trinity import commands
 from trinity.errors import ConfigError, TrinityError
 from trinity.preprocess.checkpoint import MOST_CONFIG_BYTES, count_tensors, read_config
 from trinity.preprocess.processor import RequestProcessor
@@ -138,6 +140,47 @@ def test_a_config_of_any_size_is_not_read(tmp_path: Path) -> None:
     with (directory / "config.json").open("ab") as file:
         file.truncate(MOST_CONFIG_BYTES + 1)
     assert "no config is" in refuse(directory)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        (
+            {"model_type": "internvl_chat", "auto_map": {"AutoConfig": "a.B"}},
+            "never run here.*'internvl' is of the same",
+        ),
+        ({"model_type": "minicpmv", "auto_map": {"AutoConfig": "a.B"}}, "never run here.*MiniCPM-V 4.6"),
+        ({"model_type": "ours", "auto_map": {"AutoConfig": "a.B"}}, "never run here.*transformers' own format"),
+        ({"model_type": "ours"}, "does not know: 'ours'.*a later release may.*register_adapter"),
+        ({"model_type": 5}, "does not know: 5"),
+        ({"dtype": "float7"}, "cannot read .*float7.*mend it"),
+    ],
+    ids=lambda each: str(each)[:60],
+)
+def test_what_transformers_does_not_read_is_refused_by_name(fields: dict[str, Any], said: str, tmp_path: Path) -> None:
+    directory = copy("llama", tmp_path)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, **fields}))
+    found = refuse(directory)
+    assert re.search(said, found)
+    assert "trust_remote_code=True" not in found
+    if "auto_map" in fields:
+        (directory / "a.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+        refuse(directory)
+        assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("model", ["any-vipllava", "llama"])
+def test_trinity_check_says_in_a_line_what_cannot_be_loaded(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    directory = copy(model, tmp_path)
+    (directory / "generation_config.json").write_text("[]")
+    assert commands.main(["check", str(directory)]) == 2
+    found = capsys.readouterr()
+    assert found.out == ""
+    assert found.err.startswith("trinity check: ")
+    assert found.err.count("\n") == 1
 
 
 class Harm:

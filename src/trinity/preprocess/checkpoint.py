@@ -39,6 +39,10 @@ _COUNTS = frozenset(
 )
 _ROTATED = "qk_rope_head_dim"  # of latent attention: its configs repeat it as head_dim, 0 where no part is rotated
 _LAYERS = ("num_hidden_layers", "depth")
+_KIN = {
+    "internvl_chat": "'internvl' is of the same family: InternVL in transformers' own format, its names end in -hf",
+    "minicpmv": "'minicpmv4_6' is of the same family: MiniCPM-V 4.6",
+}
 _MEDIA_IDS = tuple(f"{kind}_token_{what}" for kind in ("image", "video", "audio") for what in ("id", "index"))
 
 
@@ -69,16 +73,33 @@ def read_config(model_dir: Path) -> Any:
     transformers does not know the architecture.
     """
     check_directory(model_dir)
-    _check_counts(read_json(model_dir / "config.json"), model_dir)
+    fields = read_json(model_dir / "config.json")
+    _check_counts(fields, model_dir)
     from transformers import AutoConfig
 
     try:
         return _take_thinker(AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False))
     except Exception as exc:  # its own readers, and those of each architecture's config, raise what they like
-        raise UnsupportedModel(
-            f"{str(model_dir)!r} has a config that transformers cannot read, or an architecture that it does not know "
-            f"({type(exc).__name__}: {exc}); {explain_how_to_add()}"
-        ) from exc
+        raise UnsupportedModel(f"{str(model_dir)!r} {_explain_unread(fields, exc)}") from exc
+
+
+def _explain_unread(fields: dict[str, Any], problem: Exception) -> str:
+    """Say why transformers does not read a config: for its type, for code that is never run, or for what is in it."""
+    from transformers import CONFIG_MAPPING, __version__
+
+    kind = fields.get("model_type")
+    if isinstance(kind, str) and kind not in CONFIG_MAPPING and fields.get("auto_map"):
+        kin = _KIN.get(kind, "take a checkpoint in transformers' own format")
+        return (
+            f"is of type {show(kind)}, whose code lies in the checkpoint itself. Such code is never run here, and "
+            f"transformers {__version__} has no type of that name; {kin}. docs/models.md lists what serves"
+        )
+    if isinstance(kind, str) and kind in CONFIG_MAPPING:
+        return f"has a config that transformers cannot read ({type(problem).__name__}: {problem!s:.300}); mend it"
+    return (
+        f"is of a type that transformers {__version__} does not know: {show(kind)}; a later release may. "
+        f"{explain_how_to_add()}"
+    )
 
 
 def _take_thinker(config: Any) -> Any:

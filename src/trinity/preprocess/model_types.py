@@ -78,7 +78,8 @@ def served_types() -> list[str]:
 def explain_how_to_add() -> str:
     """Say which models serve and how to add one, for error messages."""
     return (
-        f"supported are {', '.join(served_types())}, and text-only causal language models. To add a model: its "
+        f"supported are {', '.join(served_types())}, and text-only causal language models; others of transformers' "
+        "image-text and audio types where trinity check proves the checkpoint (docs/models.md). To add a model: its "
         "processor needs an image_token and its config an image_token_id; compare it with generate(), then register a "
         f"model adapter under the entry point group {ENTRY_POINTS} or with "
         "trinity.stages.models.register_adapter; describe markers of several tokens in "

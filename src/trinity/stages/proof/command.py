@@ -15,7 +15,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from trinity.errors import UnsupportedModel
+from trinity.errors import ConfigError, TrinityError, UnsupportedModel, describe_error
 from trinity.memory import weight_check
 from trinity.preprocess.checkpoint import read_config
 from trinity.preprocess.model_types import is_multimodal
@@ -42,9 +42,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def print_verdict(directory: Path) -> int:
-    """Prove a checkpoint and print the verdict; 0 if it serves, else 1."""
+    """Prove a checkpoint and print the verdict; 0 if it serves, else 1. Raises ``ConfigError`` if it does not load."""
     config = read_config(directory)
-    verdict = _prove_media(directory) if is_multimodal(config) else _check_text(directory, str(config.model_type))
+    try:
+        verdict = _prove_media(directory) if is_multimodal(config) else _check_text(directory, str(config.model_type))
+    except TrinityError:
+        raise
+    except Exception as error:  # transformers raises what it likes at files that are broken
+        raise ConfigError(f"{str(directory)!r} cannot be loaded ({describe_error(error)}); is it complete?") from error
     for part in verdict.parts:
         print(f"{part.name:<{_WIDTH}} {_word(part):<8} {part.said}")
     print(f"loaded in {verdict.load_s:.1f} s, checked in {verdict.proof_s:.1f} s")
