@@ -29,6 +29,11 @@ $(STAMP): pyproject.toml constraints.txt $(wildcard csrc/CMakeLists.txt csrc/*.?
 	@$(PIP) -e '.[audio,plan,plot,server,structured,video]' --group dev
 	@# What nixl says it needs is a torch of any version: it would replace ours.
 	@test "$$(uname -sm)" != "Linux x86_64" || $(PIP) --no-deps nixl-cu13
+	@# Extractors of three audio types are in torchaudio (decision 0117). Its wheel is for CUDA: beside a torch for CPUs what is
+	@# compiled in it does not load, and transformers then loads nothing. It goes, and all of it where that does not help.
+	@test "$$(uname -sm)" != "Linux x86_64" || $(PIP) --no-deps torchaudio
+	@$(PY) -c 'import torchaudio' 2>/dev/null || rm -f $(VENV)/lib/python3*/site-packages/torchaudio/lib/*.so
+	@$(PY) -c 'import torchaudio' 2>/dev/null || $(PY) -m pip uninstall --quiet --yes torchaudio
 	@$(PY) -c 'from trinity.memory import native; native.has_extension() or print("no native code:", native.describe())'
 	@test "$$(uname -sm)" != "Linux x86_64" || $(PIP) ucxx-cu13
 	@touch $@

@@ -60,10 +60,12 @@ def test_a_verdict_is_found_by_others_and_is_of_these_files(directory: Path, mon
     assert find_verdict(directory) is None
 
 
-def test_a_verdict_is_of_these_versions(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("library", ["transformers", "torchaudio", "mistral-common"])
+def test_a_verdict_is_of_these_versions(library: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a processor asks for as well: a refusal for want of it ends once it is installed."""
     keep_verdict(directory, PASSED)
-    own = verdicts._version
-    monkeypatch.setattr(verdicts, "_version", lambda name: "5.24.0" if name == "transformers" else own(name))
+    own = verdicts.library_version
+    monkeypatch.setattr(verdicts, "library_version", lambda name: "0.1" if name == library else own(name))
     assert find_verdict(directory) is None
 
 

@@ -17,6 +17,7 @@ from trinity.errors import ConfigError, UnsupportedModel
 from trinity.preprocess.audio import BYTES_LIMIT, audio_digest, make_plain_audio, read_audio
 from trinity.preprocess.image_calls import TEXT_KEYS
 from trinity.preprocess.image_kind import reserved_tokens
+from trinity.preprocess.libraries import library_version
 from trinity.preprocess.loader import LoadedProcessor
 from trinity.preprocess.media_kinds import MediaItem, MediaKind, ModelFiles, Placeholder
 from trinity.preprocess.media_limits import Estimate, MediaBudget, MediaLimits, MediaProblem
@@ -218,7 +219,8 @@ def _fingerprint(processor: Any, extractor: Any) -> str:
     import transformers
 
     plain = {name: value for name, value in vars(processor).items() if isinstance(value, (str, int, float, bool))}
-    parts = [name_class(processor), type(extractor).__name__, extractor.to_dict(), plain, transformers.__version__]
+    versions = [transformers.__version__, library_version("torchaudio")]
+    parts = [name_class(processor), type(extractor).__name__, extractor.to_dict(), plain, versions]
     return hashlib.blake2b(json.dumps(parts, sort_keys=True, default=str).encode(), digest_size=8).hexdigest()
 
 

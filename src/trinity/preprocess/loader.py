@@ -19,6 +19,7 @@ import msgspec
 from trinity.errors import ConfigError, UnsupportedModel
 from trinity.errors.arguments import show
 from trinity.preprocess.checkpoint import read_config, read_json
+from trinity.preprocess.libraries import explain_library
 from trinity.preprocess.media_kinds import ModelFiles, Placeholder, kind_names, list_kinds
 from trinity.preprocess.model_types import check_config, explain_how_to_add
 from trinity.preprocess.own_processor import GivenProcessor, adopt_processor, check_processor
@@ -330,7 +331,8 @@ def _explain_failure(what: str, error: type[ConfigError]) -> Iterator[None]:
     except ConfigError:
         raise
     except Exception as exc:  # transformers passes on whatever its readers raise
-        hint = explain_how_to_add() if error is UnsupportedModel else "is the checkpoint complete?"
+        usual = explain_how_to_add() if error is UnsupportedModel else "is the checkpoint complete?"
+        hint = explain_library(exc) or usual
         raise error(f"{what} ({type(exc).__name__}: {exc}); {hint}") from exc
 
 

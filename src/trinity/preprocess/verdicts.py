@@ -15,13 +15,13 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import msgspec
 
 from trinity.errors import UnsupportedModel
 from trinity.errors.cache_files import cache_folder, read_cached, write_cached
+from trinity.preprocess.libraries import library_version
 
 PROOF_MODULE = "trinity.stages.proof"
 MOST_SECONDS = 3600.0  # of one proof
@@ -30,7 +30,7 @@ _MOST_SAID = 600  # characters of what a failed process said
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _FORM = 4  # raised where a fact comes to mean something else
 MEDIA = -1  # stands for all placeholders, among token ids
-_LIBRARIES = ("transformers", "torch", "tokenizers", "pillow", "trinity-epd")
+_LIBRARIES = ("transformers", "torch", "tokenizers", "pillow", "torchaudio", "mistral-common", "trinity-epd")
 
 
 class MediaFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -194,20 +194,13 @@ def has_weights(directory: Path) -> bool:
 
 def identify(directory: Path) -> str:
     """Digest what a verdict is of: small files by content, weights by size and time, and the libraries' versions."""
-    found = hashlib.sha256(repr([_FORM, *(_version(name) for name in _LIBRARIES)]).encode())
+    found = hashlib.sha256(repr([_FORM, *(library_version(name) for name in _LIBRARIES)]).encode())
     for path in sorted(each for each in directory.resolve().iterdir() if each.is_file()):
         stat = path.stat()
         found.update(f"{path.name} {stat.st_size} ".encode())
         small = path.suffix not in _WEIGHTS and stat.st_size < 1 << 26
         found.update(path.read_bytes() if small else str(stat.st_mtime_ns).encode())
     return found.hexdigest()[:32]
-
-
-def _version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return ""
 
 
 def _place(name: str) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from trinity.testing.any_media_audio import AUDIO_SIZES
 from trinity.testing.any_media_flat import FLAT_SIZES
 from trinity.testing.any_media_sizes import SIDE, TypeSizes
 
@@ -26,6 +27,7 @@ _LLAVA = TypeSizes(
 )
 OWN_SIZES: dict[str, TypeSizes] = {
     **FLAT_SIZES,
+    **AUDIO_SIZES,
     "cohere2_vision": TypeSizes(images={"patch_size": 2}),
     "minimax_m3_vl": TypeSizes(image_token="]<]image[>[", image_text="]<]image[>[", plain=("]<]image[>[",)),
     "lfm2_vl": TypeSizes(

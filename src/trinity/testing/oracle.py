@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 import torch
 
+from trinity.preprocess.audio_kind import find_extractor
 from trinity.preprocess.clips import Clip
 from trinity.preprocess.loader import load_processor, load_tokenizer_and_processor
 from trinity.preprocess.prompt import split_at_markers
@@ -223,7 +224,7 @@ def load_audio_as_transformers(source: Any, processor: Any) -> Any:
     if isinstance(source, bytes):
         source = base64.b64encode(source).decode()
     if isinstance(source, (str, os.PathLike)):
-        return load_audio(os.fspath(source), sampling_rate=processor.feature_extractor.sampling_rate)
+        return load_audio(os.fspath(source), sampling_rate=find_extractor(processor).sampling_rate)
     return source
 
 

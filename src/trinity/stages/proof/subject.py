@@ -14,6 +14,7 @@ from torch import Tensor
 
 from trinity.preprocess.audio_kind import find_extractor
 from trinity.preprocess.checkpoint import read_config
+from trinity.preprocess.libraries import explain_library
 from trinity.preprocess.media_kinds import kind_names
 from trinity.preprocess.verdicts import MEDIA, MediaFacts
 from trinity.stages.models.banned_logits import set_aside
@@ -102,7 +103,9 @@ class Subject:
         try:
             found = Reference(self.directory, self.config, self.model)
         except Exception as error:
-            raise Differs("processor", f"it cannot be loaded here ({type(error).__name__}: {error!s:.300})") from error
+            how = explain_library(error)
+            said = f"it cannot be loaded here ({type(error).__name__}: {error!s:.300})" + f"; {how}" * bool(how)
+            raise Differs("processor", said) from error
         if attending := _find_cross_attention(self.model.base_model):
             said = f"it reads images by cross attention ({attending}), and keys and values of images are no blocks here"
             raise Differs("text model", said)

@@ -1,0 +1,28 @@
+"""Libraries that a model's own processor may ask for: their versions, and what to install where one is not here."""
+
+from __future__ import annotations
+
+import re
+from importlib.metadata import PackageNotFoundError, version
+
+_ASKED = re.compile(r"requires the ([\w.-]+) library")
+_HOW = {
+    "torchaudio": "install torchaudio in a build for this torch: without a GPU from PyTorch's index of builds for "
+    "CPUs, else by pip install --no-deps torchaudio. With one for CUDA beside a torch without it, transformers loads "
+    "no processor at all",
+}
+
+
+def library_version(name: str) -> str:
+    """Return the version of an installed distribution; "" if it is not here."""
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
+
+
+def explain_library(error: BaseException) -> str:
+    """Say what to install where ``error`` is of a library that a processor asks for; "" for any other error."""
+    asked = _ASKED.search(str(error))
+    name = asked[1] if asked else next((each for each in _HOW if f"/{each}/" in str(error)), "")
+    return _HOW.get(name, f"pip install {name}") if name else ""
