@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ RULES = BatchRules(token_budget=13, image_budget=4096)  # chunks end in clips; w
 SETTINGS: dict[str, Any] = {"pools": {"image": 64, "kv": 256}, "rules": RULES}
 # What loads the extractor of these types is in torchaudio alone (tests/preprocess/test_libraries.py).
 NEEDS_TORCHAUDIO = ("fun_asr_nano", "granite_speech", "granite_speech_plus")
-TYPES = (*NEEDS_TORCHAUDIO, "moss_transcribe_diarize", "nemo_speechlm")
+TYPES = (*NEEDS_TORCHAUDIO, "gemma4", "moss_transcribe_diarize", "nemo_speechlm")
 SOON = {"moss_transcribe_diarize": "E+P+D", "granite_speech": "EP+D"}
 ALONE = (
     "fun_asr_nano",
@@ -131,6 +132,37 @@ def test_a_preempted_clip_goes_on_as_if_nothing_had_been(name: str) -> None:
     found = serve(proven(name), "EPD", waves, **tight, kv_block_size=4, reservation="optimistic", prefix_cache=False)
     assert differences(name, found) == {}
     assert any(output.preemptions for output in found.outputs.values()), "the pool was large enough for all"
+
+
+@pytest.mark.slow
+def test_granite_speech_with_a_template_of_strings_as_its_checkpoints_have(tmp_path: Path) -> None:
+    """The oracle is what their page documents: the placeholder in the text, and the processor called with both."""
+    import torch
+    from transformers import AutoProcessor, AutoTokenizer, GraniteSpeechForConditionalGeneration
+
+    directory = Path(shutil.copytree(proven("granite_speech"), tmp_path / "model"))
+    template = "{% for m in messages %}<|im_start|>{{ m['role'] + ': ' + m['content'] }}<|im_end|>{% endfor %}"
+    (directory / "chat_template.jinja").write_text(template + "{% if add_generation_prompt %}<|im_start|>{% endif %}")
+    found = serve(directory, "E+P+D", [[ask("one", clip(1)), ask("text")]], **SETTINGS)
+
+    local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+    load_processor: Any = AutoProcessor.from_pretrained
+    load_words: Any = AutoTokenizer.from_pretrained
+    load_model: Any = GraniteSpeechForConditionalGeneration.from_pretrained
+    processor, words = load_processor(directory, **local), load_words(directory, **local)
+    model = load_model(directory, dtype=torch.float32, **local).eval()
+    for name, sound in (("one", clip(1)), ("text", None)):
+        turns = [processor.audio_token * (sound is not None) + "What is said?", "Two words.", "Which?"]
+        roles = ("user", "assistant", "user")
+        chat = [{"role": role, "content": turn} for role, turn in zip(roles, turns, strict=True)]
+        text = words.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
+        inputs = dict(
+            processor(text, sound, return_tensors="pt") if sound is not None else words(text, return_tensors="pt")
+        )
+        inputs.pop("audio_embed_sizes", None)
+        tokens = model.generate(**inputs, max_new_tokens=OUTPUTS, min_new_tokens=OUTPUTS, do_sample=False)
+        assert found.tokens(name) == tokens[0, -OUTPUTS:].tolist(), name
+        assert list(found.works[name].prompt) == inputs["input_ids"][0].tolist()
 
 
 @pytest.mark.slow

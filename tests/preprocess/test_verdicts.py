@@ -15,6 +15,7 @@ import pytest
 from support.checkpoint_files import checkpoint
 from trinity.errors import UnsupportedModel
 from trinity.preprocess import verdicts
+from trinity.preprocess.libraries import library_version
 from trinity.preprocess.verdicts import (
     MediaFacts,
     ProofPart,
@@ -64,8 +65,8 @@ def test_a_verdict_is_found_by_others_and_is_of_these_files(directory: Path, mon
 def test_a_verdict_is_of_these_versions(library: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a processor asks for as well: a refusal for want of it ends once it is installed."""
     keep_verdict(directory, PASSED)
-    own = verdicts.library_version
-    monkeypatch.setattr(verdicts, "library_version", lambda name: "0.1" if name == library else own(name))
+    other = {library: "0.1"}
+    monkeypatch.setattr(verdicts, "library_version", lambda name: other.get(name) or library_version(name))
     assert find_verdict(directory) is None
 
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from functools import cached_property
+from types import MappingProxyType
 from typing import Any
 
 from trinity.errors import describe_error
+from trinity.preprocess.media_kinds import Placeholder
 from trinity.preprocess.prompt_problem import PromptProblem
 
 _TOOLS = re.compile(r"\btools\b")
@@ -37,10 +40,15 @@ class ChatTemplate:
 
     - ``processor``: the model's; None for a text-only model.
     - ``tokenizer``: the model's.
+    - ``placeholders`` (none): by kind of media.
+
+    Some templates take the content of a message as one string, in which a medium is its placeholder (Granite Speech).
     """
 
-    def __init__(self, processor: Any, tokenizer: Any) -> None:
-        self._processor, self._tokenizer = processor, tokenizer
+    def __init__(
+        self, processor: Any, tokenizer: Any, placeholders: Mapping[str, Placeholder] = MappingProxyType({})
+    ) -> None:
+        self._processor, self._tokenizer, self._placeholders = processor, tokenizer, placeholders
 
     @property
     def _found(self) -> Any:
@@ -76,6 +84,31 @@ class ChatTemplate:
         found = (getattr(home, "DEFAULT_CHAT_TEMPLATE", None) for home in homes if home is not None)
         return next((each for each in found if isinstance(each, str)), None)
 
+    @cached_property
+    def _joins(self) -> bool:
+        """Tell if the template writes no placeholder for a part with a medium, and one for a string that has it."""
+        if not self._placeholders:
+            return False
+        kind, each = next(iter(self._placeholders.items()))
+        parts = [{"type": kind}, {"type": "text", "text": "x"}]
+        return not self._writes_one(parts, each.token) and self._writes_one(f"{each.marker}x", each.token)
+
+    def _writes_one(self, content: Any, token: str) -> bool:
+        chat = [{"role": "user", "content": content}]
+        try:
+            written = self._tokenizer.apply_chat_template(chat, chat_template=self.find(), tokenize=False)
+        except Exception:  # templates raise what they like
+            return False
+        return str(written).count(token) == 1
+
+    def _join(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Join the parts of a message to one string."""
+        parts = [
+            part["text"] if part["type"] == "text" else self._placeholders[part["type"]].marker
+            for part in message["content"]
+        ]
+        return {**message, "content": "".join(parts)}
+
     def render(
         self, chat: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, variables: Mapping[str, Any]
     ) -> str:
@@ -88,6 +121,8 @@ class ChatTemplate:
             raise PromptProblem("this model's chat template takes no tools; leave tools= out", media=False)
         if taken := sorted({*_OURS, *self._tokenizer.special_tokens_map}.intersection(variables)):
             raise PromptProblem(f"template_kwargs cannot set {', '.join(taken)}; leave it out", media=False)
+        if self._joins:
+            chat = list(map(self._join, chat))
         settings = {"add_generation_prompt": not variables.get("continue_final_message"), **variables}
         try:
             rendered = self._tokenizer.apply_chat_template(

@@ -21,7 +21,7 @@ class PromptReader:
 
     def __init__(self, loaded: LoadedProcessor) -> None:
         self._placeholders, self._in_front = loaded.placeholders, loaded.in_front
-        self._template = ChatTemplate(loaded.processor, loaded.tokenizer)
+        self._template = ChatTemplate(loaded.processor, loaded.tokenizer, loaded.placeholders)
         reserved = {token for each in loaded.placeholders.values() for token in (each.token, *each.reserved)}
         self._controls = ControlTokens(loaded.tokenizer, self._template.sources, reserved)
 

@@ -321,10 +321,10 @@ class RequestTable:
         work = opening.work
         given = np.array(work.prompt + opening.tokens, dtype=np.int64)
         at, item, kinds = self._placeholders(opening, given)
-        fed = given.copy()
-        fed[at] = 0
+        fed = np.where(kinds, 0, given)
         prompt = given[: len(work.prompt)]
-        groups = _number_groups(self.model.adapter, at, prompt, len(given)) if len(at) else None
+        images = at[kinds[at] == 1 + kind_names().index("image")]  # clips are causal beside them, too
+        groups = _number_groups(self.model.adapter, images, prompt, len(given)) if len(at) else None
         positions = self.model.adapter.positions(self.model.language, prompt, work.media, kinds[: len(prompt)])
         return OpenRequest(
             opening=opening,

@@ -33,6 +33,28 @@ def test_a_type_with_clips_alone_is_proven_and_the_verdict_kept() -> None:
     assert check_config(read_config(checkpoint(NAME)), checkpoint(NAME)) == verdict.facts
 
 
+def with_strings(name: str, folder: Path) -> Path:
+    """The checkpoint with a chat template that takes content as one string."""
+    directory = Path(shutil.copytree(checkpoint(name), folder / "model"))
+    template = "{% for m in messages %}<|im_start|>{{ m['role'] + ': ' + m['content'] }}<|im_end|>{% endfor %}"
+    (directory / "chat_template.jinja").write_text(template + "{% if add_generation_prompt %}<|im_start|>{% endif %}")
+    return directory
+
+
+def test_a_chat_template_that_takes_strings_is_given_the_placeholder_in_them(tmp_path: Path) -> None:
+    verdict = prove(with_strings(NAME, tmp_path))
+    assert verdict.failed is None, verdict.failed
+    assert verdict.serves == ("audio", "text")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["any-vipllava", "any-gemma4"])
+def test_so_is_one_with_images(name: str, tmp_path: Path) -> None:
+    verdict = prove(with_strings(name, tmp_path))
+    assert verdict.failed is None, verdict.failed
+    assert verdict.serves == prove(checkpoint(name)).serves
+
+
 class Shifted(GenericAdapter):
     """Features one row too late."""
 

@@ -94,17 +94,11 @@ def _named_ids(subject: Subject) -> list[int | None]:
 def _explain_refusal(reference: Reference, token: str, rate: int) -> str:
     """Say why the processor does not take a text with this token for a clip; "" if it does."""
     prompt = one_clip(rate)
-    if reference.has_template:
-        chat = [dict(message) for message in prompt.messages]
-        try:
-            written = reference.processor.apply_chat_template(chat, tokenize=False)
-        except Exception as error:  # templates and processors raise what they like
-            return f"{type(error).__name__}: {error!s:.200}"
-        if written.count(token) != 1:
-            return "its chat template does not write it once for a clip"
+    if reference.has_template and (why := reference.explain_template(prompt, token)):
+        return why
     try:
         found = reference.processor(text=[token], audio=list(prompt.clips), return_tensors="pt")
-    except Exception as error:
+    except Exception as error:  # processors raise what they like
         return f"{type(error).__name__}: {error!s:.200}"
     return "" if int(found["input_ids"].shape[-1]) > 1 else "it is not expanded"
 

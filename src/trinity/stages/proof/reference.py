@@ -58,6 +58,7 @@ class Reference:
         self.tokenizer, self.model, self.config = tokenizer, model, config
         self.flat = False  # the processor takes the images of a prompt as one list, not nested by prompt
         self.audio_token = ""  # text of a clip, once it is found
+        self.joined = False  # its chat template takes content as one string, in which a medium is its token
         self.in_front = False  # the processor puts an image in front of a text by itself
 
     @property
@@ -77,14 +78,51 @@ class Reference:
         """
         if not self.has_template:
             return [token]
-        chat = [dict(message) for message in one_image().messages]
-        around = self.processor.apply_chat_template(chat, tokenize=False).split(token)
-        if len(around) != 2:
+        if self.explain_template(one_image(), token):
             return []
+        if self.joined:
+            return [token]
+        around = self._write_chat(one_image(), token, add_generation_prompt=False).split(token)
         special = [*self.tokenizer.get_added_vocab(), ""]
         before = max((each for each in special if around[0].endswith(each)), key=len)
         after = max((each for each in special if around[1].startswith(each)), key=len)
         return list(dict.fromkeys((token, f"{before}{token}{after}")))
+
+    def explain_template(self, prompt: ProofPrompt, token: str) -> str:
+        """Say why the chat template writes no such token once for the one medium of ``prompt``; "" if it does.
+
+        Content is given it as parts, and else as one string (``joined``).
+        """
+        refusals = []
+        for self.joined in (False, True):
+            try:
+                written = self._write_chat(prompt, token, add_generation_prompt=False)
+            except Exception as error:  # templates raise what they like
+                refusals.append(f"{type(error).__name__}: {error!s:.200}")
+                continue
+            if written.count(token) == 1:
+                return ""
+            refusals.append("its chat template does not write it once for such a medium")
+        self.joined = False
+        return refusals[0]
+
+    def _write_chat(self, prompt: ProofPrompt, token: str, **settings: Any) -> str:
+        chat = [dict(message) for message in prompt.messages]
+        if self.joined:
+            tokens = {"image": token, "audio": self.audio_token or token}
+            chat = [{**message, "content": _join_parts(message["content"], tokens)} for message in chat]
+        return str(self.processor.apply_chat_template(chat, tokenize=False, **settings))
+
+    def _make_joined(self, prompt: ProofPrompt, marker: str) -> dict[str, Any]:
+        """Make inputs of a chat whose content is strings: the text that the template writes, with the media."""
+        text = self._write_chat(prompt, marker, add_generation_prompt=True)
+        if not (prompt.images or prompt.clips):
+            return self._make_text_inputs(text)
+        bos = self.tokenizer.bos_token
+        given = self._image_keywords(text, prompt) if prompt.images else {"text": [text]}
+        given |= {"audio": list(prompt.clips)} if prompt.clips else {}
+        written = {"add_special_tokens": False} if bos and text.startswith(bos) else {}
+        return dict(self.processor(**given, **written, return_tensors="pt"))
 
     def explain_refusal(self, marker: str) -> str:
         """Say why the processor does not take a text with this marker for an image; "" if it does."""
@@ -133,6 +171,8 @@ class Reference:
 
     def _make_inputs(self, prompt: ProofPrompt, marker: str) -> dict[str, Any]:
         """Make inputs by the chat template, or else from raw text."""
+        if self.has_template and self.joined:
+            return self._make_joined(prompt, marker)
         if prompt.clips:
             return self._make_heard(prompt, marker)
         if self.has_template:
@@ -235,6 +275,10 @@ def _place_beside(given: dict[str, Any], inputs: dict[str, Any]) -> Tensor | Non
     placed = beside[0].new_zeros(1, len(rows), beside[0].shape[-1])
     placed[0, rows] = beside[0][0]
     return placed
+
+
+def _join_parts(parts: list[dict[str, Any]], tokens: dict[str, str]) -> str:
+    return "".join(part["text"] if part["type"] == "text" else tokens[part["type"]] for part in parts)
 
 
 def raw_text(prompt: ProofPrompt) -> str:
