@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, ClassVar
 
+import msgspec
 import numpy as np
 
 from trinity.errors import ConfigError, UnsupportedModel
@@ -177,6 +178,23 @@ class AudioKind(MediaKind):
 
     def open_reader(self, loaded: LoadedProcessor, limits: MediaLimits) -> AudioReader:
         return AudioReader(loaded, limits)
+
+
+def mark_beside(items: Sequence[MediaItem], name: str) -> Sequence[MediaItem]:
+    """Give clips of a prompt with an image an input of this ``name``, which the model looks for; "" for none.
+
+    They are other items than without, since other features come of them.
+    """
+    import torch
+
+    if not name or all(item.kind != "image" for item in items):
+        return items
+    return [
+        msgspec.structs.replace(item, inputs={**item.inputs, name: torch.zeros(1)}, content=f"{item.content}-beside")
+        if item.kind == "audio"
+        else item
+        for item in items
+    ]
 
 
 def find_extractor(processor: Any) -> Any:

@@ -112,6 +112,7 @@ class LoadedProcessor(msgspec.Struct, frozen=True):
     - ``special_ids`` ({}): ids of special tokens by their text, which outputs do not show.
     - ``tiles`` (""): as in ``ImageText``.
     - ``video_tail`` (0): as in ``VideoText``.
+    - ``beside`` (""): as in ``MediaFacts``.
     - ``clip_tokens`` (0): the fewest tokens of a clip that the model takes, by its proof; 0: none was run.
     """
 
@@ -135,6 +136,7 @@ class LoadedProcessor(msgspec.Struct, frozen=True):
     tiles: str = ""
     video_tail: int = 0
     clip_tokens: int = 0
+    beside: str = ""
 
 
 def load_tokenizer_and_processor(
@@ -151,8 +153,7 @@ def load_tokenizer_and_processor(
     tokenizer, last_call = _load_tokenizer(model_dir), threading.local()
     media_ids = _media_ids(config) if facts is None else frozenset(facts.media_tokens.values())
     with _explain_failure(f"the processor of model type {config.model_type!r} cannot be loaded", UnsupportedModel):
-        run_tokenizer = RunTokenizer(tokenizer, sorted(media_ids))
-        recording = record_texts(tokenizer, last_call)
+        run_tokenizer, recording = RunTokenizer(tokenizer, sorted(media_ids)), record_texts(tokenizer, last_call)
         if own is None or isinstance(own, (str, Path)):
             processor = load_processor(Path(own or model_dir), config, recording)
         else:
@@ -184,6 +185,7 @@ def load_tokenizer_and_processor(
         pools_images=bool(text.pooled_rows) and getattr(config, text.pooled_rows, None) == 1,
         special_ids=special_ids,
         tiles=text.tiles,
+        beside=known.beside,
         clip_tokens=0 if facts is None else facts.clip_tokens,
         video_tail=VIDEO_TEXT.get(config.model_type, VideoText()).tail,
     )

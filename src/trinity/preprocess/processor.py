@@ -15,6 +15,7 @@ import msgspec
 
 from trinity.core.messages import MediaSpan, Work
 from trinity.errors import BadMedia, ClosedError, ConfigError, RequestError, RequestTooLarge, describe_error, own_errors
+from trinity.preprocess.audio_kind import mark_beside
 from trinity.preprocess.content_parts import take_media
 from trinity.preprocess.frame_groups import cut_videos
 from trinity.preprocess.front_images import FrontReader
@@ -273,8 +274,7 @@ class RequestProcessor:
         ids = self._tokenize_prompt(parsed, items)
         if not ids:  # nothing to prefill: no token would ever come of it
             raise RequestError("the prompt has no tokens; give it text or an image", request.request_id)
-        limit = self._prompt_limit()
-        if len(ids) > limit:
+        if len(ids) > (limit := self._prompt_limit()):
             visual = sum(item.tokens for item in items)
             raise RequestTooLarge(
                 f"the prompt has {len(ids)} tokens ({visual} of them visual) and must leave room for an output in a "
@@ -284,7 +284,7 @@ class RequestProcessor:
         where, loaded = self._find_placeholders(request, ids, items), self._loaded
         if loaded.tiles and self.strips > 1:
             items = cut_items(items, where, self.strips, loaded.tiles, loaded.config)
-        items = cut_videos(items, loaded.video_tail)
+        items = cut_videos(mark_beside(items, loaded.beside), loaded.video_tail)
         wanted, room = self.defaults.max_tokens(request, len(ids)), self.context_length - len(ids)
         sampling = self._complete_sampling(request, len(ids))
         ends, named = self._stop_ids(sampling)

@@ -42,6 +42,8 @@ class MediaFacts(msgspec.Struct, frozen=True, kw_only=True):
     - ``image_marker`` (""): the placeholder with the tokens that must stand around it; "" where none must.
     - ``audio_token_id``, ``audio_token``: placeholder of clips, likewise.
     - ``clip_tokens`` (1): the fewest tokens of a clip that the model takes.
+    - ``beside`` (""): input of an image that the model looks for as it encodes a clip, of which something else comes
+      where a prompt has it (Phi-4-multimodal).
     - ``whole_media`` (False): tokens of one image see each other in both directions; with ``whole_windows`` (False) in
       layers with a window alone, with ``whole_prompt`` (False) as all tokens of a prompt with an image do (prefix LM).
     - ``together`` (none): ids of tokens that all see each other in both directions, those of several images in a prompt
@@ -76,6 +78,7 @@ class MediaFacts(msgspec.Struct, frozen=True, kw_only=True):
     audio_token_id: int = -1
     audio_token: str = ""
     clip_tokens: int = 1
+    beside: str = ""
     whole_media: bool = False
     whole_windows: bool = False
     whole_prompt: bool = False

@@ -29,6 +29,7 @@ FLAT_SIZES: dict[str, TypeSizes] = {
             "vision_config.image_size": 160,
             "vision_config.crop_size": 160,
             "vision_config.patch_size": 5,
+            "audio_config.num_blocks": 2,  # more of random weights make other features of a rounding error
             "audio_config.nemo_conv_channels": 64,
             "audio_config.ext_pw_out_channel": 64,
             "audio_config.depthwise_separable_out_channel": 64,

@@ -160,11 +160,13 @@ def test_types_that_cannot_be_equal_say_why(name: str, reason: str) -> None:
 
 
 @pytest.mark.slow
-def test_clips_that_no_getter_makes_features_of_leave_the_images_of_a_flat_base() -> None:
+def test_clips_that_no_getter_makes_features_of_and_that_become_something_else_beside_an_image() -> None:
     verdict = prove(checkpoint("any-phi4_multimodal"))
-    (spared,) = [part for part in verdict.parts if not part.passed]
-    assert spared.name == "audio"
-    assert "get_audio_features" in spared.said
-    assert verdict.serves == ("image", "text")
+    assert [part.name for part in verdict.parts if not part.passed] == ["several images"]
+    assert verdict.serves == ("image", "audio", "text")
     assert (verdict.facts.language, verdict.facts.features) == ("", "forward")
     assert "embed_tokens_extend" in verdict.facts.towers
+    assert verdict.facts.beside == "image_pixel_values"
+    said = [part.said for part in verdict.parts]
+    assert any("an image and a clip in chunks" in each for each in said)
+    assert any("one clip in a prompt" in each for each in said)

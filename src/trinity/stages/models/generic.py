@@ -82,13 +82,16 @@ class GenericAdapter(ModelAdapter):
 
     def encode(self, model: Any, kind: str, items: Sequence[MediaInputs], counts: Sequence[int]) -> list[Tensor]:
         if kind == "audio":  # one by one: lengths differ, and what pads a batch would be part of a clip's features
-            return [
-                super(GenericAdapter, self).encode(model, kind, [item], [count])[0]
-                for item, count in zip(items, counts, strict=True)
-            ]
+            return [self._encode_clip(model, item, count) for item, count in zip(items, counts, strict=True)]
         if self.facts.features == "getter":
             return super().encode(model, kind, items, counts)
         return self._encode_by_forward(model, items, counts)
+
+    def _encode_clip(self, model: Any, item: MediaInputs, count: int) -> Tensor:
+        if hasattr(model.base_model, "get_audio_features"):
+            return super().encode(model, "audio", [item], [count])[0]
+        width, token = self.text_config.hidden_size, self.facts.audio_token_id
+        return forward_features(model, self.facts.language, width, token, count, item)
 
     def _encode_by_forward(self, model: Any, items: Sequence[MediaInputs], counts: Sequence[int]) -> list[Tensor]:
         found: dict[int, Tensor] = {}

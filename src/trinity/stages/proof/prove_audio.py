@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import msgspec
+import torch
 
 from trinity.preprocess.audio_kind import find_extractor
 from trinity.preprocess.verdicts import MediaFacts, ProofPart
@@ -41,6 +42,8 @@ def prove_audio(subject: Subject, facts: MediaFacts) -> Iterator[tuple[ProofPart
     prompts, part = _list_prompts(subject, facts, rate)
     yield part, facts
     wanted = [expected, *map(subject.expect, prompts[1:])]
+    if heard:
+        facts = _find_beside(subject, facts, prompts[-1], wanted[-1])
     trial = open_tried(subject, facts)
     for prompt, own in zip(prompts, wanted, strict=True):
         yield from ((part, facts) for part in prove_inputs(trial, prompt, own))
@@ -133,6 +136,19 @@ def _list_prompts(subject: Subject, facts: MediaFacts, rate: int) -> tuple[list[
     if "image" in facts.media_tokens:
         found.append(image_and_clip(rate))
     return found, ProofPart("clips", True, said)
+
+
+def _find_beside(subject: Subject, facts: MediaFacts, prompt: ProofPrompt, expected: Expected) -> MediaFacts:
+    """Find the input of an image by which a clip beside it becomes something else; the facts as they are for none."""
+    names = [name for name, value in expected.inputs.items() if torch.is_tensor(value) and value.is_floating_point()]
+    for name in ("", *names):
+        tried = msgspec.structs.replace(facts, beside=name)
+        try:
+            _ = [*prove_inputs(open_tried(subject, tried), prompt, expected)]
+        except Exception:  # what a model raises is found again, and said, by the proof of that part
+            continue
+        return tried
+    return facts
 
 
 def _find_head(
