@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 from trinity.errors import describe_error, pip_install
 from trinity.preprocess import grammar_check
+from trinity.preprocess.tokenizer_files import load_tokenizer
 from trinity.request import Structured
 
 GRAMMAR_KINDS = {"json_schema": "the JSON schema", "regex": "the regex", "grammar": "the grammar"}
@@ -98,10 +99,8 @@ def load_fast_tokenizer(directory: Path) -> Any:
     check_installed()
     try:
         from llguidance.hf import from_tokenizer
-        from transformers import AutoTokenizer
 
-        load: Any = AutoTokenizer.from_pretrained
-        tokenizer = load(directory, local_files_only=True, trust_remote_code=False)
+        tokenizer = load_tokenizer(directory)
         tokenizer("")  # drops padding and truncation that the file may ask for
         end = tokenizer.eos_token_id
         return from_tokenizer(tokenizer, eos_token=end if end is not None else max(tokenizer.get_vocab().values()))

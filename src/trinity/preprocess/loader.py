@@ -25,6 +25,7 @@ from trinity.preprocess.model_types import check_config, explain_how_to_add
 from trinity.preprocess.own_processor import GivenProcessor, adopt_processor, check_processor
 from trinity.preprocess.placeholder_runs import RunTokenizer
 from trinity.preprocess.processor_parts import load_media_parts, load_part
+from trinity.preprocess.tokenizer_files import load_tokenizer
 from trinity.preprocess.verdicts import MediaFacts
 
 _MOST_CACHED = 64  # texts whose tokenization is cached, each of the size of a prompt
@@ -193,10 +194,7 @@ def load_tokenizer_and_processor(
 
 def _load_tokenizer(model_dir: Path) -> Any:
     with _explain_failure(f"the tokenizer in {str(model_dir)!r} cannot be loaded", ConfigError):
-        from transformers import AutoTokenizer
-
-        load: Any = AutoTokenizer.from_pretrained
-        tokenizer = load(model_dir, local_files_only=True, trust_remote_code=False)
+        tokenizer = load_tokenizer(model_dir)
         tokenizer("")  # drops padding and truncation that the file may ask for, before threads share it
         return tokenizer
 

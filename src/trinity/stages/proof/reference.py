@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from trinity.preprocess.loader import load_processor
+from trinity.preprocess.tokenizer_files import load_tokenizer
 from trinity.stages.proof.prompts import ProofPrompt, one_image
 
 PROOF_OUTPUTS = 4
@@ -50,10 +51,7 @@ class Reference:
     """The whole model in float32, its processor and its chat template."""
 
     def __init__(self, directory: Path, config: Any, model: Any) -> None:
-        from transformers import AutoTokenizer
-
-        words: Any = AutoTokenizer.from_pretrained
-        tokenizer = words(directory, local_files_only=True, trust_remote_code=False)
+        tokenizer = load_tokenizer(directory)
         self.processor = load_processor(directory, config, tokenizer)
         self.tokenizer, self.model, self.config = tokenizer, model, config
         self.flat = False  # the processor takes the images of a prompt as one list, not nested by prompt

@@ -1,0 +1,72 @@
+"""A tokenizer is that of tokenizer.json, also where mistral-common is installed and tekken.json lies beside it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from transformers.tokenization_mistral_common import MistralCommonBackend
+
+from support.checkpoint_files import checkpoint
+from trinity.errors import UnsupportedModel
+from trinity.preprocess.grammars import load_fast_tokenizer
+from trinity.preprocess.processor import RequestProcessor
+from trinity.preprocess.tokenizer_files import load_tokenizer
+from trinity.request import Request
+
+HELLO = Request("Hello there, how are you?")
+
+
+def ids_of(directory: Path) -> list[int]:
+    processor = RequestProcessor(directory)
+    try:
+        return list(processor.process(HELLO).work.prompt)
+    finally:
+        processor.close()
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return Path(shutil.copytree(checkpoint("mistral"), tmp_path / "model"))
+
+
+@pytest.fixture
+def by_mistral_common(monkeypatch: pytest.MonkeyPatch) -> None:
+    """AutoTokenizer answers as it does with that package and a tekken.json: with a tokenizer of this class."""
+    found: Any = MistralCommonBackend.__new__(MistralCommonBackend)
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda *given, **named: found)
+
+
+@pytest.mark.usefixtures("by_mistral_common")
+def test_the_tokenizer_of_the_json_file_is_taken(directory: Path) -> None:
+    assert type(load_tokenizer(directory)).__name__ == "TokenizersBackend"
+    assert ids_of(directory) == list(load_tokenizer(directory)(HELLO.prompt)["input_ids"])
+
+
+@pytest.mark.usefixtures("by_mistral_common")
+def test_without_that_file_it_is_refused_with_what_to_do(directory: Path) -> None:
+    (directory / "tokenizer.json").unlink()
+    with pytest.raises(UnsupportedModel, match=r"mistral-common's alone \(tekken.json\).*with a tokenizer.json"):
+        RequestProcessor(directory)
+
+
+def test_mistral_common_itself_changes_no_id(directory: Path) -> None:
+    pytest.importorskip("mistral_common")
+    before = ids_of(directory)
+    spec = importlib.util.find_spec("mistral_common")
+    assert spec is not None
+    assert spec.origin is not None
+    shutil.copy(Path(spec.origin).parent / "data" / "tekken_240911.json", directory / "tekken.json")
+    load: Any = transformers.AutoTokenizer.from_pretrained
+    assert isinstance(load(directory, local_files_only=True, trust_remote_code=False), MistralCommonBackend)
+    assert ids_of(directory) == before
+    assert load_fast_tokenizer(directory) is not None
+    (directory / "tokenizer.json").unlink()
+    (directory / "tokenizer_config.json").write_text(json.dumps({}))
+    with pytest.raises(UnsupportedModel, match="mistral-common's alone"):
+        RequestProcessor(directory)
