@@ -12,7 +12,7 @@ import torch
 
 from support.exact_pipelines import check_exact, tokens_of_the_model
 from support.lender import EMPTY, pool, ready
-from trinity.errors import OfferRefused
+from trinity.errors import OfferRefused, PeerLost
 from trinity.transport.base import CopyPlan
 from trinity.transport.nixl import push
 from trinity.transport.nixl.agent import NixlDescriptor
@@ -79,6 +79,31 @@ async def test_a_source_says_why_it_refuses() -> None:
         await link.read(CopyPlan([1], [0], 0, SIZE[1], SIZE[1]), 10.0)
     assert caught.value.reason == "missing"
     assert bool((memory.tensor == EMPTY).all())
+    await transport.aclose()
+
+
+@pytest.mark.parametrize("when", ["begun", "in flight"])
+async def test_a_write_that_fails_ends_its_read_at_once(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A source that could not write told nobody: its reader waited until its deadline."""
+    ready("nixl-push")
+    transport, source, memory = NixlPushTransport(timeout_s=20.0), pool(*SIZE), pool(*SIZE)
+    source.tensor.fill_(3)
+    remote = await transport.attach(transport.publish(source), memory)
+    served: Any = transport._source
+    agent, regions = served._agent, dict(served._regions)
+    lent = next(region for region in regions if region.block_bytes == SIZE[1])
+    with monkeypatch.context() as failing:
+        if when == "begun":
+            agent.deregister_memory(regions[lent])  # of which the source knows nothing
+        else:
+            failing.setattr(agent, "check_xfer_state", lambda handle: "ERR")
+        with pytest.raises(PeerLost, match="could not write"):
+            await remote.read([5], [5])
+    assert bool((memory.tensor == EMPTY).all())
+    if when == "begun":
+        served._regions[lent] = agent.register_memory(lent.whole, lent.memory)
+    assert await remote.read([5], [5]) == SIZE[1], "the source serves no more"
+    assert bool((memory.tensor[5] == 3).all())
     await transport.aclose()
 
 

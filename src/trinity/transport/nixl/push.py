@@ -18,14 +18,14 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from trinity.errors import OfferRefused
+from trinity.errors import OfferRefused, PeerLost
 from trinity.memory.block_memory import BlockMemory
 from trinity.memory.byte_ranges import view_units
 from trinity.memory.devices import make_device_buffer, use_copy_stream
 from trinity.memory.native import copy_blocks
 from trinity.transport.base import CopyPlan
 from trinity.transport.nixl.agent import NixlDescriptor, NixlLink, Region
-from trinity.transport.nixl.source import PushReply, PushRequest
+from trinity.transport.nixl.source import FAILED, PushReply, PushRequest
 from trinity.transport.sealed_requests import LinkSeal
 
 logger = logging.getLogger("trinity")
@@ -145,6 +145,8 @@ class NixlPushLink(NixlLink):
             self._check_heartbeat()
             return False, None
         del self._replies[handle.number]
+        if reply.reason == FAILED:
+            raise PeerLost(f"{self.peer} could not write: {reply.text}", "nixl", self.peer)
         if reply.reason:
             raise OfferRefused(f"{self.peer} refuses: {reply.text}", reply.reason, "nixl", self.peer)
         self._stage.copy(handle.plan, handle.at)

@@ -34,8 +34,11 @@ class PushRequest(msgspec.Struct, frozen=True):
     unit_bytes: int
 
 
+FAILED = "failed"  # reason of a write that has ended, or never began, for a fault and not as a refusal
+
+
 class PushReply(msgspec.Struct, frozen=True):
-    """Source to target: the write has completed, or the ``reason`` and ``text`` of a refusal."""
+    """Source to target: the write has completed, or the ``reason`` and ``text`` of a refusal or a failure."""
 
     reason: str = ""
     text: str = ""
@@ -47,7 +50,7 @@ class PushWriter:
     def __init__(self, agent: Any, lent: dict[Region, Any], key: RequestKey) -> None:
         self._agent, self._regions, self._key = agent, lent, key
         self._known: set[str] = set()
-        self.in_flight: list[tuple[Any, list[Any], str]] = []
+        self.in_flight: list[tuple[Any, list[Any], str, SealedRequest]] = []
 
     def start_write(self, name: str, message: bytes) -> None:
         """Start the write that a peer requests, or send it a refusal; nothing to one that lacks the key.
@@ -66,9 +69,9 @@ class PushWriter:
             if refusal.reason:
                 self._agent.send_notif(name, self._seal(sealed, refusal))
             else:
-                self._write(name, request, self._seal(sealed, PushReply()))
+                self._write(name, request, sealed)
         except Exception as error:
-            self._forget(name, error)
+            self._fail(name, sealed, error)
 
     def _refusal(self, request: PushRequest) -> PushReply:
         pool, length, unit_bytes = request.pool, request.stage.block_bytes, request.unit_bytes
@@ -88,22 +91,23 @@ class PushWriter:
     def _seal(self, request: SealedRequest, reply: PushReply) -> bytes:
         return self._key.seal_reply(request, msgspec.msgpack.encode(reply))
 
-    def _write(self, name: str, request: PushRequest, done: bytes) -> None:
-        """Start a write; ``done`` is the message that the target gets once it has completed."""
+    def _write(self, name: str, request: PushRequest, sealed: SealedRequest) -> None:
+        """Start a write, of which the target gets a message once it has completed."""
         rows = request.pool.in_units(request.unit_bytes).rows(request.offset, request.stage.block_bytes)
         ours = self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", rows, request.pool.memory)
         theirs = self._agent.prep_xfer_dlist(
             name, request.stage.rows(0, request.stage.block_bytes), request.stage.memory
         )
         places = np.arange(len(request.units), dtype=np.int32)
-        handle = self._agent.make_prepped_xfer("WRITE", ours, np.array(request.units, np.int32), theirs, places, done)
-        self.in_flight.append((handle, [ours, theirs], name))
+        done, units = self._seal(sealed, PushReply()), np.array(request.units, np.int32)
+        handle = self._agent.make_prepped_xfer("WRITE", ours, units, theirs, places, done)
+        self.in_flight.append((handle, [ours, theirs], name, sealed))
         self._agent.transfer(handle)
 
     def poll(self) -> None:
-        """Release writes that have completed; drop the peers of those that failed."""
+        """Release writes that have completed; drop the peers of those that failed, and tell them."""
         for each in list(self.in_flight):
-            handle, rows, name = each
+            handle, rows, name, sealed = each
             try:
                 state = self._agent.check_xfer_state(handle)
                 if state == "PROC":
@@ -111,13 +115,16 @@ class PushWriter:
                 if state != "DONE":
                     raise TransportError(f"a write to {name} ended as {state}", "nixl", name)
             except Exception as error:
-                self._forget(name, error)
+                self._fail(name, sealed, error)
             if each in self.in_flight:
                 self.in_flight.remove(each)
             self._release(handle, rows)
 
-    def _forget(self, name: str, error: Exception) -> None:
+    def _fail(self, name: str, sealed: SealedRequest, error: Exception) -> None:
+        """Tell a peer, if it can be told, that its write has failed, lest it wait until its deadline; and drop it."""
         logger.warning("nixl cannot write to %s: %r", name, error)
+        with suppress(Exception):
+            self._agent.send_notif(name, self._seal(sealed, PushReply(FAILED, f"{error!r:.200}")))
         self._known.discard(name)
         with suppress(Exception):
             self._agent.remove_remote_agent(name)
@@ -131,7 +138,7 @@ class PushWriter:
 
     def close(self) -> None:
         """Release every write, completed or not."""
-        for handle, rows, _ in self.in_flight:
+        for handle, rows, *_ in self.in_flight:
             self._release(handle, rows)
         self.in_flight.clear()
 
