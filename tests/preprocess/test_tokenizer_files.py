@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ import transformers
 from transformers.tokenization_mistral_common import MistralCommonBackend
 
 from support.checkpoint_files import checkpoint
-from trinity.errors import UnsupportedModel
+from trinity.errors import ConfigError
 from trinity.preprocess.grammars import load_fast_tokenizer
 from trinity.preprocess.processor import RequestProcessor
 from trinity.preprocess.tokenizer_files import load_tokenizer
@@ -35,6 +34,14 @@ def directory(tmp_path: Path) -> Path:
     return Path(shutil.copytree(checkpoint("mistral"), tmp_path / "model"))
 
 
+def find_tekken() -> Path:
+    """A file that mistral-common brings."""
+    spec = importlib.util.find_spec("mistral_common")
+    assert spec is not None
+    assert spec.origin is not None
+    return Path(spec.origin).parent / "data" / "tekken_240911.json"
+
+
 @pytest.fixture
 def by_mistral_common(monkeypatch: pytest.MonkeyPatch) -> None:
     """AutoTokenizer answers as it does with that package and a tekken.json: with a tokenizer of this class."""
@@ -49,24 +56,30 @@ def test_the_tokenizer_of_the_json_file_is_taken(directory: Path) -> None:
 
 
 @pytest.mark.usefixtures("by_mistral_common")
-def test_without_that_file_it_is_refused_with_what_to_do(directory: Path) -> None:
+def test_without_files_it_is_refused(directory: Path) -> None:
     (directory / "tokenizer.json").unlink()
-    with pytest.raises(UnsupportedModel, match=r"mistral-common's alone \(tekken.json\).*with a tokenizer.json"):
+    with pytest.raises(ConfigError, match=r"the tokenizer in .* cannot be loaded"):
         RequestProcessor(directory)
 
 
 def test_mistral_common_itself_changes_no_id(directory: Path) -> None:
     pytest.importorskip("mistral_common")
     before = ids_of(directory)
-    spec = importlib.util.find_spec("mistral_common")
-    assert spec is not None
-    assert spec.origin is not None
-    shutil.copy(Path(spec.origin).parent / "data" / "tekken_240911.json", directory / "tekken.json")
+    shutil.copy(find_tekken(), directory / "tekken.json")
     load: Any = transformers.AutoTokenizer.from_pretrained
     assert isinstance(load(directory, local_files_only=True, trust_remote_code=False), MistralCommonBackend)
     assert ids_of(directory) == before
     assert load_fast_tokenizer(directory) is not None
-    (directory / "tokenizer.json").unlink()
-    (directory / "tokenizer_config.json").write_text(json.dumps({}))
-    with pytest.raises(UnsupportedModel, match="mistral-common's alone"):
-        RequestProcessor(directory)
+
+
+def test_a_tokenizer_made_of_tekken_alone_has_the_ids_of_mistral_common(directory: Path) -> None:
+    pytest.importorskip("mistral_common")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (directory / name).unlink()
+    shutil.copy(find_tekken(), directory / "tekken.json")
+    load: Any = transformers.AutoTokenizer.from_pretrained
+    theirs = load(directory, local_files_only=True, trust_remote_code=False)
+    assert isinstance(theirs, MistralCommonBackend)
+    ours = load_tokenizer(directory)
+    for text in (HELLO.prompt, " 12 apples\n\n\tof  été, 日本語 🚢", "def f(x):\n    return x"):
+        assert ours(text, add_special_tokens=False)["input_ids"] == theirs(text, add_special_tokens=False)["input_ids"]
