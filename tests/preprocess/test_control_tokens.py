@@ -18,7 +18,9 @@ from support.stage_driver import picture, processor_of
 from trinity.demo import SHAPES_MODEL
 from trinity.errors import BadMedia, RequestError, RequestTooLarge
 from trinity.preprocess.control_tokens import ControlTokens, HiddenTokens, render_safely
+from trinity.preprocess.media_kinds import Placeholder
 from trinity.preprocess.processor import RequestProcessor
+from trinity.preprocess.prompt import split_at_markers
 from trinity.preprocess.prompt_problem import PromptProblem
 from trinity.preprocess.prompt_tokens import PromptTokenizer
 from trinity.request import Request
@@ -295,3 +297,15 @@ def test_a_text_that_the_normalizer_makes_a_token_is_refused() -> None:
     assert hidden.split(hidden.hide("a <end>"))[1] == "<end>"
     with pytest.raises(PromptProblem, match="as it is normalized"):
         hidden.hide("a ＜end＞")
+
+
+def test_markup_that_a_text_may_not_have_is_what_is_checked() -> None:
+    """Where a processor's mask tells an image's tokens, its placeholder in a text is one token more."""
+    markup = {"image": Placeholder(token="<s>", marker="<s>", reserved=("<mark>",))}
+    with pytest.raises(PromptProblem, match="reserves for media"):
+        split_at_markers("<image> a<s> <mark>", markup, {"image": 1})
+    assert split_at_markers("<image> a<s> <mark>", markup, {"image": 1}, checked={}).pieces == ("", " a<s> <mark>")
+    free = {"image": Placeholder(token="<s>", marker="<s>")}
+    assert split_at_markers("<image> <mark>", markup, {"image": 1}, checked=free).pieces == ("", " <mark>")
+    with pytest.raises(PromptProblem, match="reserves for media"):
+        split_at_markers("<image> a<s>", markup, {"image": 1}, checked=free)

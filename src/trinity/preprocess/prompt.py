@@ -41,11 +41,13 @@ def split_at_markers(
     placeholders: Mapping[str, Placeholder],
     counts: Mapping[str, int],
     hidden: HiddenTokens | None = None,
+    checked: Mapping[str, Placeholder] | None = None,
 ) -> PromptText:
     """Split raw text at each ``<image>``, ``<video>`` or ``<audio>``, which becomes the model's own marker.
 
     ``counts``: number of given items by kind. ``hidden`` takes the control tokens out of the text around markers, and
-    where no item is given a marker is text too. Raises ``PromptProblem`` if markers and items differ in number.
+    where no item is given a marker is text too. ``checked`` (``placeholders``): markup that other text may not have.
+    Raises ``PromptProblem`` if markers and items differ in number.
     """
     if hidden is not None and not counts:
         return PromptText((hidden.hide(prompt),), (), hidden=hidden)
@@ -54,7 +56,7 @@ def split_at_markers(
     _check_counts(Counter(kinds), counts, "the prompt has {wanted} <{kind}> marker(s)")
     if hidden is None:
         for text in plain:
-            check_user_text(text, placeholders)
+            check_user_text(text, placeholders if checked is None else checked)
     else:
         plain = hidden.hide(plain)
     pieces = [""]
@@ -91,6 +93,7 @@ def build_chat(
     placeholders: Mapping[str, Placeholder],
     counts: Mapping[str, int],
     hidden: HiddenTokens | None = None,
+    checked: Mapping[str, Placeholder] | None = None,
 ) -> list[dict[str, Any]]:
     """Build messages as chat templates read them: content as parts, or for text-only models as one string.
 
@@ -109,7 +112,7 @@ def build_chat(
     _check_counts(seen, counts, "messages= has {wanted} {kind} part(s)")
     if hidden is None:
         for text in (part["text"] for message in chat for part in message["content"] if part["type"] == "text"):
-            check_user_text(text, placeholders)
+            check_user_text(text, placeholders if checked is None else checked)
     else:
         check_roles(chat)
     if not placeholders:
