@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from support.checkpoint_files import checkpoint
 from trinity.errors import RequestError
 from trinity.preprocess import grammars
 from trinity.preprocess.grammar_check import STACK_BYTES, with_deep_stack
-from trinity.preprocess.grammars import GrammarProblem, check_grammar, compiler_of, join_grammar
+from trinity.preprocess.grammars import GrammarProblem, check_grammar, compiler_of, join_grammar, list_unwritten
 from trinity.preprocess.processor import RequestProcessor
 from trinity.request import Request, Sampling, Structured, check_request
 
@@ -202,3 +203,31 @@ def test_threads_that_start_at_once_leave_the_size_of_a_stack_as_it_was(monkeypa
             started.result().join()
     assert sizes == [STACK_BYTES] * 12
     assert set_size(0) == 0
+
+
+def test_a_form_that_only_banned_tokens_can_begin_is_refused() -> None:
+    processor = RequestProcessor(checkpoint("llama"))
+    yes, no = ((processor._loaded.tokenizer.convert_tokens_to_ids(letter),) for letter in "YN")
+
+    async def ask(**banned: Any) -> None:
+        await processor.aprocess(Request("a", sampling=Sampling(structured=Structured(regex="Y+|N+"), **banned)))
+
+    async def ask_all() -> None:
+        for banned in ("suppress_tokens", "begin_suppress_tokens"):
+            with pytest.raises(RequestError, match="no token that can begin such an output may be drawn"):
+                await ask(**{banned: (*yes, *no)})
+        with pytest.raises(RequestError, match="no token that can begin such an output may be drawn"):
+            await ask(bad_words_ids=(yes, no))
+        await ask(suppress_tokens=yes)
+        await ask(bad_words_ids=((*yes, *no), yes))
+
+    try:
+        asyncio.run(ask_all())
+    finally:
+        processor.close()
+
+
+def test_tokens_that_a_model_never_writes_are_those_of_its_images_codes() -> None:
+    config = SimpleNamespace(vocabulary_map={"IMGIMGAZ": 7, "IMGIMGBCZ": 9, "<image>": 3, "a": 1})
+    assert list_unwritten(config) == {7, 9}
+    assert list_unwritten(SimpleNamespace()) == frozenset()

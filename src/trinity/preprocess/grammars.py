@@ -19,6 +19,8 @@ from pathlib import Path
 from threading import Lock
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from trinity.errors import describe_error, pip_install
 from trinity.preprocess import grammar_check
 from trinity.preprocess.tokenizer_files import load_tokenizer
@@ -200,3 +202,22 @@ def check_grammar(structured: str, directory: Path, cpu_s: float | None = None) 
         raise GrammarProblem(
             f"{GRAMMAR_KINDS[kind]} is refused: {problem[:_MOST_SAID] or 'no token can begin such an output'}"
         )
+
+
+def check_begin(structured: str, directory: Path, banned: Collection[int]) -> None:
+    """Raise ``GrammarProblem`` if none but ``banned`` tokens can begin an output of a grammar that was checked."""
+    matcher = compiler_of(directory).compile(structured).result().deep_copy()
+    bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8), bitorder="little")
+    if matcher.is_accepting() or not set(np.flatnonzero(bits).tolist()) <= set(banned):
+        return
+    raise GrammarProblem(
+        f"{GRAMMAR_KINDS[split_grammar(structured)[0]]} is refused: no token that can begin such an output may be "
+        "drawn; take one of them out of suppress_tokens, begin_suppress_tokens or bad_words_ids, and ask for no text "
+        "of an image's tokens, which this model never writes"
+    )
+
+
+def list_unwritten(config: Any) -> frozenset[int]:
+    """List the tokens that a model's own forward never lets it draw: those of an image's codes (Chameleon)."""
+    named: dict[str, int] = getattr(config, "vocabulary_map", None) or {}
+    return frozenset(number for text, number in named.items() if text.startswith("IMGIMG"))

@@ -123,7 +123,7 @@ class RequestProcessor:
         self._kinds = [kind for kind in list_kinds() if kind.name in self._loaded.placeholders]
         self.readers = self._readers = {kind.name: kind.open_reader(self._loaded, self.limits) for kind in self._kinds}
         self._fetcher = UrlFetcher(self.limits)
-        self.sampling_door = SamplingDoor(Path(model_dir))
+        self.sampling_door = SamplingDoor(Path(model_dir), self._loaded.config)
         self._pool, self._closed = ThreadPoolExecutor(threads, thread_name_prefix="trinity-processor"), False
         config, writer = self._loaded.config, self._loaded.writer
         self.model_type: str = config.model_type

@@ -6,11 +6,12 @@ import asyncio
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 from trinity.core.logits_processors import find_logits_processor
 from trinity.errors import ClosedError, ConfigError, RequestError, own_errors
 from trinity.preprocess.grammar_trials import GrammarTrials
-from trinity.preprocess.grammars import GrammarProblem, check_installed, join_grammar
+from trinity.preprocess.grammars import GrammarProblem, check_begin, check_installed, join_grammar, list_unwritten
 from trinity.request import Request, Sampling
 
 FindStopIds = Callable[[Sampling], tuple[Collection[int], Collection[int]]]
@@ -19,14 +20,14 @@ FindStopIds = Callable[[Sampling], tuple[Collection[int], Collection[int]]]
 class SamplingDoor:
     """Checks of one pipeline's requests, on threads of their own: a slow grammar delays others of its kind alone.
 
-    - ``directory``: of the checkpoint.
+    - ``directory``, ``config`` (None): of the checkpoint.
     - ``registered`` (True): processors that this process registered count, since instances are threads of it.
     """
 
     registered = True
 
-    def __init__(self, directory: Path) -> None:
-        self._closed = False
+    def __init__(self, directory: Path, config: Any = None) -> None:
+        self._closed, self._directory, self._unwritten = False, directory, list_unwritten(config)
         self._trials = GrammarTrials(directory)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="trinity-sampling-door")  # starts with the first check
 
@@ -49,6 +50,7 @@ class SamplingDoor:
                 if sampling.structured is not None:
                     check_ends(sampling, find_stop_ids)
                     await self._try(join_grammar(sampling.structured), request.request_id)
+                    await self._check_begin(join_grammar(sampling.structured), sampling)
         except (ConfigError, GrammarProblem) as problem:
             raise RequestError(str(problem), request.request_id) from problem
         return request
@@ -63,6 +65,13 @@ class SamplingDoor:
         problem = await self._trials.find_problem(structured, request_id)
         if problem:
             raise GrammarProblem(problem)
+
+    async def _check_begin(self, structured: str, sampling: Sampling) -> None:
+        words = {word[0] for word in sampling.bad_words_ids or () if len(word) == 1}
+        banned = self._unwritten.union(words, sampling.suppress_tokens or (), sampling.begin_suppress_tokens or ())
+        if banned:
+            loop = asyncio.get_running_loop()
+            await loop.run_in_executor(self._pool, check_begin, structured, self._directory, banned)
 
     def close(self) -> None:
         """Let running checks end, refuse those that wait, join the threads. Blocks."""
