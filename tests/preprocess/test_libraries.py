@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
+import re
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 
 from support.checkpoint_files import checkpoint
 from trinity.preprocess import audio_kind
@@ -46,13 +47,15 @@ def test_types_whose_extractor_is_in_torchaudio_are_those_that_the_tests_serve()
     """What else of transformers asks for it takes no other way with it: decoding by that name, and word times."""
     from transformers.models.auto import feature_extraction_auto as auto
 
-    asking = set()
-    for name in multimodal_types():
-        found: Any = auto.FEATURE_EXTRACTOR_MAPPING_NAMES.get(name)  # type: ignore[attr-defined]
-        kind: Any = auto.feature_extractor_class_from_name(found) if found else None
-        source = "" if kind is None else inspect.getsource(inspect.getmodule(kind) or kind)
-        if "torchaudio" in source or "is_speech_available" in source:
-            asking.add(name)
+    names: Any = auto.FEATURE_EXTRACTOR_MAPPING_NAMES
+    models = Path(transformers.__file__).parent / "models"
+    sources = [path.read_text(encoding="utf-8") for path in models.glob("*/feature_extraction_*.py")]
+    asking = {
+        name
+        for name in multimodal_types()
+        for source in sources
+        if f"class {names.get(name)}(" in source and re.search("torchaudio|is_speech_available", source)
+    }
     assert asking <= BY_TORCHAUDIO
     assert "granite_speech" in asking
 
