@@ -170,12 +170,22 @@ def test_what_transformers_does_not_read_is_refused_by_name(fields: dict[str, An
         assert not (tmp_path / "ran").exists()
 
 
-@pytest.mark.parametrize("model", ["any-vipllava", "llama"])
+@pytest.mark.parametrize(
+    ("model", "name", "text"),
+    [
+        ("any-vipllava", "generation_config.json", "[]"),
+        ("any-vipllava", "model.safetensors", "of no form"),
+        ("llama", "generation_config.json", "[]"),
+        ("llama", "model.safetensors", "of no form"),
+        ("llama", "tokenizer_config.json", "[]"),
+        ("llama", "config.json", '{"model_type": "vipllava", "quantization_config": {"quant_method": "nosuch"}}'),
+    ],
+)
 def test_trinity_check_says_in_a_line_what_cannot_be_loaded(
-    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model: str, name: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     directory = copy(model, tmp_path)
-    (directory / "generation_config.json").write_text("[]")
+    (directory / name).write_text(text)
     assert commands.main(["check", str(directory)]) == 2
     found = capsys.readouterr()
     assert found.out == ""

@@ -111,6 +111,7 @@ def check_config(config: Any, directory: Path | None = None) -> MediaFacts | Non
         return require_facts(directory, kind)
     if found or kind in _multimodal_types():
         shown = f" (its config has {', '.join(found[:4])})" if found else ""
+        shown += ", and no weights by which it could prove itself" * (kind in _multimodal_types())
         raise UnsupportedModel(f"no adapter for the multimodal {kind!r}{shown}; {explain_how_to_add()}")
     if _has_inner_text(config):
         raise UnsupportedModel(f"{kind!r} is more than one decoder, which is all that serves; {explain_how_to_add()}")

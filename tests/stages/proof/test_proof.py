@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -236,6 +237,44 @@ def test_weights_that_are_not_there_are_never_drawn(tmp_path: Path) -> None:
     assert verdict.failed is not None
     assert verdict.failed.name == "weights"
     assert "multi_modal_projector" in verdict.failed.said
+
+
+def write_defaults(directory: Path, **fields: Any) -> None:
+    path = directory / "generation_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+def test_defaults_of_a_checkpoint_are_no_part_of_its_proof(tmp_path: Path) -> None:
+    """What its generate() would say is stopped, banned and forced here, in as many ways as there are."""
+    directory = Path(shutil.copytree(checkpoint("any-vipllava"), tmp_path / "model"))
+    vocabulary = range(json.loads((directory / "config.json").read_text())["text_config"]["vocab_size"])
+    write_defaults(
+        directory,
+        eos_token_id=list(vocabulary),
+        suppress_tokens=list(vocabulary)[5:],
+        bad_words_ids=[[number] for number in vocabulary[::2]],
+        forced_eos_token_id=3,
+        stop_strings=["a"],
+        repetition_penalty=0.7,
+        num_beams=2,
+        max_time=1e-6,
+    )
+    verdict = prove(directory)
+    assert verdict.failed is None, verdict.failed
+    assert verdict.serves == ("image", "text")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["blip-2", "molmo2", "qwen3_5", "kosmos-2", "emu3"])
+def test_a_model_that_would_stop_at_once_is_proven(name: str, tmp_path: Path) -> None:
+    directory = Path(shutil.copytree(checkpoint(f"any-{name}"), tmp_path / "model"))
+    path = directory / "config.json"
+    config = json.loads(path.read_text())
+    text = config.get("text_config", config)
+    text["eos_token_id"] = list(range(text["vocab_size"]))
+    path.write_text(json.dumps(config))
+    write_defaults(directory, eos_token_id=text["eos_token_id"])
+    assert prove(directory).failed is None
 
 
 @pytest.mark.slow

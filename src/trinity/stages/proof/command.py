@@ -19,7 +19,9 @@ from trinity.errors import ConfigError, TrinityError, UnsupportedModel, describe
 from trinity.memory import weight_check
 from trinity.preprocess.checkpoint import read_config
 from trinity.preprocess.model_types import is_multimodal
+from trinity.preprocess.processor import RequestProcessor
 from trinity.preprocess.verdicts import ProofPart, ProofVerdict
+from trinity.stages.models.quantization import read_quantization
 
 _WIDTH = 14
 
@@ -44,6 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def print_verdict(directory: Path) -> int:
     """Prove a checkpoint and print the verdict; 0 if it serves, else 1. Raises ``ConfigError`` if it does not load."""
     config = read_config(directory)
+    read_quantization(directory)  # what is not served is refused by its name
     try:
         verdict = _prove_media(directory) if is_multimodal(config) else _check_text(directory, str(config.model_type))
     except TrinityError:
@@ -76,6 +79,7 @@ def _check_text(directory: Path, model_type: str) -> ProofVerdict:
     from trinity.stages.models.checks import self_check
 
     said = "prefill in two chunks and a decode through a paged cache agree with its own forward, near and far"
+    RequestProcessor(directory).close()  # its tokenizer and its defaults
     try:
         self_check(load_model(directory, "PD", dtype="float32"))
     except UnsupportedModel as error:

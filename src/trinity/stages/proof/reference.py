@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from trinity.preprocess.loader import load_processor
 from trinity.preprocess.tokenizer_files import load_tokenizer
 from trinity.stages.proof.prompts import ProofPrompt, one_image
 
+_KEPT = {"bos_token_id", "pad_token_id", "cache_implementation"}  # defaults that ban, stop and choose nothing
 PROOF_OUTPUTS = 4
 SHORT_OUTPUTS = 2  # tokens of prompts other than the longest: the first of a prefill, the second of a decode
 
@@ -54,6 +56,7 @@ class Reference:
         tokenizer = load_tokenizer(directory)
         self.processor = load_processor(directory, config, tokenizer)
         self.tokenizer, self.model, self.config = tokenizer, model, config
+        drop_defaults(model)
         self.flat = False  # the processor takes the images of a prompt as one list, not nested by prompt
         self.audio_token = ""  # text of a clip, once it is found
         self.joined = False  # its chat template takes content as one string, in which a medium is its token
@@ -222,7 +225,6 @@ class Reference:
             found = self.model.generate(
                 **inputs,
                 max_new_tokens=outputs,
-                min_new_tokens=outputs,
                 do_sample=False,
                 return_dict_in_generate=True,
                 output_logits=True,
@@ -247,6 +249,24 @@ class Reference:
         if others := [type(each).__name__ for each in writers if each.config is not text and each.config != text]:
             raise ValueError(f"its generate() runs that of {others[0]}, which has other defaults than its text model")
         return bool(writers)
+
+
+def drop_defaults(model: Any) -> None:
+    """Have ``generate()`` of a model and of its parts follow no defaults of the checkpoint: no stops, nothing banned.
+
+    What serves follows them by rules of its own, with tests of their own; here they would say other tokens than a trial
+    does, or end before it.
+    """
+    from transformers import GenerationConfig
+
+    make: Any = GenerationConfig
+    plain = make().to_dict()
+    for part in model.modules():
+        if (own := getattr(part, "generation_config", None)) is not None:
+            part.generation_config = found = copy.deepcopy(own)
+            for name in plain.keys() - _KEPT:
+                setattr(found, name, plain[name])
+            found._from_model_config = False  # or it is made anew of the config
 
 
 def find_rows(inputs: dict[str, Any]) -> Tensor | None:
