@@ -158,8 +158,11 @@ async def test_ends_limits_stop_strings_and_other_rules_hold() -> None:
             output(word, temperature=1.2, seed=4, presence_penalty=1.0, min_tokens=10),
             output(word, temperature=1.2, seed=3, logits_processor="no capitals"),
         )
-        with pytest.raises(StageError, match=r"suppressed|grammar"):  # nothing is left of it
+        with pytest.raises(RequestError, match="no token that can begin"):
             await output(Structured(regex="a"), suppress_tokens=range(350))
+        first = await asyncio.to_thread(letter, "a")
+        with pytest.raises(StageError, match=r"suppressed|grammar"):  # nothing is left of it behind its first token
+            await output(Structured(regex="a!"), suppress_tokens=[each for each in range(350) if each != first])
         with pytest.raises(RequestError, match="uniqueItems"):
             await output(Structured(json_schema={"uniqueItems": True}))
         await pipe.wait_idle()
@@ -174,9 +177,17 @@ async def test_ends_limits_stop_strings_and_other_rules_hold() -> None:
 
 
 @cache
-def capitals() -> list[int]:
+def vocabulary() -> dict[str, int]:
     tokenizer: Any = AutoTokenizer.from_pretrained(checkpoint("llava"))  # type: ignore[no-untyped-call]
-    return [number for token, number in tokenizer.get_vocab().items() if token != token.lower()]
+    return dict(tokenizer.get_vocab())
+
+
+def letter(text: str) -> int:
+    return vocabulary()[text]
+
+
+def capitals() -> list[int]:
+    return [number for token, number in vocabulary().items() if token != token.lower()]
 
 
 def no_capitals(prompt: Any, outputs: Any, logits: Any) -> Any:
