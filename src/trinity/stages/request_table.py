@@ -323,8 +323,8 @@ class RequestTable:
         at, item, kinds = self._placeholders(opening, given)
         fed = np.where(kinds, 0, given)
         prompt = given[: len(work.prompt)]
-        images = at[kinds[at] == 1 + kind_names().index("image")]  # clips are causal beside them, too
-        groups = _number_groups(self.model.adapter, images, prompt, len(given)) if len(at) else None
+        seen = at[kinds[at] != 1 + kind_names().index("audio")]  # clips are causal beside images and videos, too
+        groups = _number_groups(self.model.adapter, seen, prompt, len(given)) if len(at) else None
         positions = self.model.adapter.positions(self.model.language, prompt, work.media, kinds[: len(prompt)])
         return OpenRequest(
             opening=opening,
