@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 
 from support.other_rules import is_noticed
-from support.poisoned import CALM, Poison, calm_cluster, poisoned_cluster
+from support.poisoned import CALM, Poison, calm_cluster, poisoned_cluster, sampling_cluster
 from support.reader_checks import TYPED, check_readers
 from support.thinned import thinned
 from trinity.core.failure_policy import FailurePolicy
@@ -53,7 +54,10 @@ def check_readers_of(poison: Poison) -> None:
         assert outcome.tokens == list(range(1, len(outcome.tokens) + 1))
         assert outcome.end is not None
         assert outcome.end.failure is not None
-        assert outcome.end.failure.fields["instances"].count(",") >= 2
+        named = outcome.end.failure.fields["instances"].split(", ")
+        assert len(named) >= 3
+        died = Counter(instance for deaths in poison.deaths.values() for instance, _ in deaths)
+        assert not poison.heard or Counter(named) <= died, "a death is named once"
     check_readers(poison.cluster)
     poison.cluster.outcomes = kept
 
@@ -86,9 +90,26 @@ def test_poison_is_refused_and_every_other_request_is_whole(policy: FailurePolic
     assert typed <= 3, "refused as before, after as many losses"
 
 
+def test_a_refusal_names_each_death_once() -> None:
+    """A target told of the last one too, a failed read, behind its own news: it was named twice."""
+    assert play(calm_cluster(30_096, DEFAULT))["poison PoisonRequest"]
+
+
 def test_an_instance_that_it_was_called_back_from_counts_when_it_dies() -> None:
     """It had died there already: the poison took a fourth one."""
     assert play(calm_cluster(210, EARLY))["fourth"] == 0
+
+
+@pytest.mark.timeout(900)
+def test_poison_that_kills_where_it_is_sampled_takes_three_instances_too() -> None:
+    """It dies where it decodes, and then where it is prefilled with its tokens: that is one cause."""
+    makes: list[Callable[[int], Poison]] = [
+        partial(sampling_cluster, failures=DEFAULT, placement=each) for each in ("E+P+D", "1E1P2D", "EP+D")
+    ]
+    seen = count(range(24), lambda seed: makes[seed % 3](seed))
+    assert {kind for kind in seen if kind.startswith("other")} <= {"other length", "other stop"}
+    assert seen["poison PoisonRequest"] > 15
+    assert seen["fourth"] == 0
 
 
 @pytest.mark.parametrize("placement", thinned(CALM, CALM[::2].__contains__))

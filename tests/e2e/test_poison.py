@@ -18,6 +18,7 @@ from PIL import Image
 from support import paths
 from support.checkpoint_files import checkpoint
 from support.pipeline_options import pipeline_options
+from support.thinned import thinned
 from trinity import FailurePolicy
 from trinity.errors import PoisonRequest
 from trinity.instance import Instance
@@ -107,9 +108,9 @@ def poison(kind: str, folder: Path) -> Request:
     return Request("And this?", max_tokens=20, sampling=Sampling(ignore_eos=True, logits_processor=kind))
 
 
-async def until_decoding(pipe: Pipeline, requests: int) -> None:
+async def until_decoding(pipe: Pipeline) -> None:
     async with asyncio.timeout(LIVENESS_S):
-        while len(pipe.streams) < requests or any(each.token_count < 3 for each in pipe.streams):
+        while not any(each.token_count >= 3 for each in pipe.streams):
             await asyncio.sleep(0.002)
 
 
@@ -117,14 +118,20 @@ async def serve(pipe: Pipeline, asked: Sequence[Request]) -> list[Output]:
     return list(await asyncio.gather(*map(pipe.complete, asked)))
 
 
-MORE = [("EPD", "at_once"), ("EPD", "later"), ("EP+D", "image"), ("EP+D", "at_once"), ("1E1P2D", "image")]
-CASES = [("EPD", "image"), ("EP+D", "later"), ("1E1P2D", "later")]
+async def serve_until(pipe: Pipeline, over: asyncio.Event) -> list[list[Output]]:
+    """Serve the innocent ones again and again: there is always somebody beside the poison."""
+    rounds = [await serve(pipe, innocent())]
+    while not over.is_set():
+        rounds.append(await serve(pipe, innocent()))
+    return rounds
 
 
-@pytest.mark.parametrize(
-    ("placement", "kind"), [*CASES, *(pytest.param(*each, marks=pytest.mark.slow) for each in MORE)]
-)
-@pytest.mark.slow  # once in sixteen runs, on a machine busy beyond its cores, its end did not come within the bound
+CASES = [("EPD", "image"), ("EPD", "at_once"), ("EPD", "later"), ("EP+D", "image"), ("EP+D", "at_once")]
+OFTEN = [("EPD", "image"), ("EP+D", "later"), ("1E1P2D", "image")]
+CASES += [("1E1P2D", "image"), ("1E1P2D", "later"), ("EP+D", "later")]
+
+
+@pytest.mark.parametrize(("placement", "kind"), thinned(CASES, OFTEN.__contains__))
 @pytest.mark.timeout(600)
 async def test_poison_is_refused_after_three_deaths_and_all_others_are_exact(
     placement: str, kind: str, tmp_path: Path
@@ -132,18 +139,20 @@ async def test_poison_is_refused_after_three_deaths_and_all_others_are_exact(
     options: dict[str, Any] = {"dtype": "float32", "hosting": "process", "pools": {"image": 24, "kv": 512}}
     options |= {"connector": "shm", "failures": FailurePolicy()}
     async with Pipeline(checkpoint("llava"), PLACEMENTS[placement], **pipeline_options(options)) as pipe:
-        serving = asyncio.ensure_future(serve(pipe, innocent()))
-        await until_decoding(pipe, 3)
+        over = asyncio.Event()
+        serving = asyncio.ensure_future(serve_until(pipe, over))
+        await until_decoding(pipe)
         with pytest.raises(PoisonRequest, match="do not send it again") as told:
             await asyncio.wait_for(pipe.complete(poison(kind, tmp_path)), LIVENESS_S)
-        outputs = await asyncio.wait_for(serving, LIVENESS_S)
+        over.set()
+        rounds = await asyncio.wait_for(serving, LIVENESS_S)
         late = await asyncio.wait_for(serve(pipe, innocent()[:2]), LIVENESS_S)
         await asyncio.wait_for(pipe.wait_idle(), LIVENESS_S)
         losses = sum(each.epoch for each in pipe.health.values())
         assert pipe.metrics.summary()["failed"] == {"PoisonRequest": 1}
     died = told.value.instances.split(", ")
     assert 3 <= len(died) <= losses <= 4, "a fourth where its death was heard late"
-    assert [each.token_ids for each in outputs] == wanted()
+    assert [[each.token_ids for each in outputs] for outputs in rounds] == [wanted()] * len(rounds)
     assert [each.token_ids for each in late] == wanted()[:2]
     assert isinstance(told.value.output, Output)
     assert not any(each["alone"] for each in told.value.output.former_lives), "the one that was its own is the last"

@@ -15,17 +15,22 @@ from trinity.core.messages import Step
 from trinity.testing.virtual import Durations, VirtualCluster, make_settings
 
 
-def stages_of(step: Step, life: str) -> str:
-    """Letters of the stages of which a step has a row of this life of a request."""
+SAMPLED = 3  # tokens that a reader has before "S" kills
+
+
+def stages_of(step: Step, life: str, delivered: int) -> str:
+    """Letters of the stages of which a step has a row of this life; "S" where it samples its fourth token or more."""
     rows: dict[str, Sequence[str]] = {"D": step.decodes}
     rows |= {"E": [row.request for row in step.encodes], "P": [row.request for row in step.prefills]}
-    return "".join(letter for letter, found in rows.items() if life in found)
+    found = "".join(letter for letter, names in rows.items() if life in names)
+    sampling = life in step.decodes or any(row.request == life and row.last for row in step.prefills)
+    return found + ("S" if sampling and delivered >= SAMPLED else "")
 
 
 class Poison:
     """Makes an instance die in each step that has a row of a poison request at its stage; it is back ``back_s`` later.
 
-    - ``stages``: the stage at which each of them kills, by its reader's id.
+    - ``stages``: the stage at which each of them kills, by its reader's id; "S" where a token is sampled, at P or D.
     - ``deaths``: that each has caused until its end: the instance, and how many others were there. ``later``: count
       of those behind its end, of what was left of it somewhere.
     - ``heard``: what an instance said before its death arrives; else its channels are cut at places of their own.
@@ -43,7 +48,7 @@ class Poison:
     def _poisoned(self, name: str, step: Step) -> None:
         readers: dict[str, str] = self.cluster._readers
         lives = {row.request for row in step.encodes} | {row.request for row in step.prefills} | set(step.decodes)
-        killing = [life for life in lives if self.stages.get(readers.get(life, ""), "-") in stages_of(step, life)]
+        killing = [life for life in lives if self._kills(step, life, readers.get(life, ""))]
         if killing and name not in self.cluster.lives.dead:
             for life in killing:
                 others = [each for each in self.cluster.cores[name].state.requests if each != life]
@@ -55,6 +60,11 @@ class Poison:
             if self.heard:
                 self.cluster.lives.hear_all(name, self.cluster.now)
         self._begin(name, step)
+
+    def _kills(self, step: Step, life: str, reader: str) -> bool:
+        return reader in self.stages and self.stages[reader] in stages_of(
+            step, life, len(self.cluster.outcomes[reader].tokens)
+        )
 
 
 def choose_poison(draw: Random, cluster: VirtualCluster) -> dict[str, str]:
@@ -90,4 +100,12 @@ def calm_cluster(seed: int, failures: FailurePolicy, placement: str | None = Non
         cluster.submit(replace(work, deadline_s=None), draw.uniform(0.0, 1.0))
     poison = Poison(cluster, choose_poison(draw, cluster), draw.choice([0.05, 2.0]))
     poison.heard = True
+    return poison
+
+
+def sampling_cluster(seed: int, failures: FailurePolicy, placement: str | None = None) -> Poison:
+    """The same, where what kills at a decode does so wherever a token is sampled: at a prefill that goes on, too."""
+    poison = calm_cluster(seed, failures, placement)
+    longer = {name for name, outcome in poison.cluster.outcomes.items() if outcome.work.max_tokens > SAMPLED}
+    poison.stages.update({name: "S" for name, stage in poison.stages.items() if stage == "D" and name in longer})
     return poison

@@ -40,6 +40,11 @@ class Death(NamedTuple):
     alone: bool
     read: bool = False
 
+    @property
+    def stages(self) -> str:
+        """Letters of the stages in whose step it may have been: a prefill that goes on with tokens does a decode's."""
+        return self.roles + ("D" if self.tokens and "P" in self.roles and "D" not in self.roles else "")
+
 
 @dataclass(slots=True)
 class FrontendRequest:
@@ -192,7 +197,7 @@ class FrontendRequest:
         It was before what happened to the present life: a death alone stays the last one.
         """
         alone = self.left.pop(life, None)
-        if alone is None or now > self.left_at + NEWS_KEPT_S:
+        if alone is None or now > self.left_at + NEWS_KEPT_S or any(each.life == life for each in self.deaths):
             return
         last = self.deaths[-1:] if self.row and self.deaths[-1].alone else ()
         self.deaths = self.deaths[: len(self.deaths) - len(last)]
@@ -208,10 +213,11 @@ class FrontendRequest:
     def _deaths_at_one_stage(self) -> tuple[Death, ...]:
         """List the most deaths of the row that have a stage of the last one in common.
 
-        What kills does so in the step of one stage: deaths that have none in common had different causes.
+        What kills does so in the step of one stage: deaths that have none in common had different causes. A request
+        that dies as its tokens are sampled does so where it decodes, and then where it is prefilled with these.
         """
         row = self.deaths[len(self.deaths) - self.row :]
-        common = [tuple(each for each in row if letter in each.roles) for letter in (row[-1].roles if row else "")]
+        common = [tuple(each for each in row if letter in each.stages) for letter in (row[-1].stages if row else "")]
         return max(common, key=len, default=())
 
     def pardon(self, lives: Collection[Life]) -> None:
