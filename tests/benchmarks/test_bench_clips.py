@@ -61,6 +61,7 @@ def test_frames_are_shared_by_six_encoders() -> None:
     assert served.ttft_s == pytest.approx(due, rel=0.05)
 
 
+@pytest.mark.slow
 def test_videos_run() -> None:
     found = video.run(Setting(quick=True))
     assert [len(table.rows) for table in found.tables] == [12, 4]

@@ -48,6 +48,7 @@ async def test_frames_are_taken_by_the_real_front_end_and_read(reader: str) -> N
     assert await frontend_cost.measure_frames(reader, False, 8, 2, steps=5) > 0
 
 
+@pytest.mark.slow
 def test_what_frames_cost_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     frontend_cost.print_frames(4, 2, 1)
     said = capsys.readouterr().out.splitlines()

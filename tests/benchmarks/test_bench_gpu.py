@@ -43,6 +43,7 @@ def test_every_section_runs(found: Result) -> None:
     assert found.values["attention"]["torch"] == "runs"
 
 
+@pytest.mark.slow
 def test_steps_stand_beside_the_models_roofline(found: Result) -> None:
     steps = found.values["steps"]
     assert [(each["what"], each["n"]) for each in steps] == [
@@ -60,6 +61,7 @@ def test_steps_stand_beside_the_models_roofline(found: Result) -> None:
     assert len(found.aims) == len(steps) + len(found.values["moves"])
 
 
+@pytest.mark.slow
 def test_both_sides_serve_and_agree(found: Result) -> None:
     """Random weights made twice are the same, and in float32 so are the tokens."""
     assert found.values["generate_batch"]["equal_tokens"] == 1.0
@@ -69,6 +71,7 @@ def test_both_sides_serve_and_agree(found: Result) -> None:
     assert len(dual["dual"]) == len(dual["sequential"]) == SMALL.rounds
 
 
+@pytest.mark.slow
 def test_encode_and_decode_are_measured_beside_each_other(found: Result) -> None:
     loads = found.values["full_load"]
     assert [each["rows"] for each in loads] == list(SMALL.rows)
@@ -76,6 +79,7 @@ def test_encode_and_decode_are_measured_beside_each_other(found: Result) -> None
     assert all(each["work"] > 0 for each in loads)
 
 
+@pytest.mark.slow
 def test_every_placement_serves_the_same_tokens(found: Result) -> None:
     one, other = found.values["placements"]
     assert (one["way"], other["way"]) == ("EPD, threads, depth 1", "EP+D, threads, depth 2")
@@ -86,6 +90,7 @@ def test_every_placement_serves_the_same_tokens(found: Result) -> None:
     assert min(one["requests_per_s"]) > 0
 
 
+@pytest.mark.slow
 def test_moves_are_checked(found: Result) -> None:
     moves = found.values["moves"]
     assert [each["blocks"] for each in moves] == [2, 3, 1]
@@ -93,6 +98,7 @@ def test_moves_are_checked(found: Result) -> None:
     assert "Migrations" in found.text()
 
 
+@pytest.mark.slow
 def test_what_is_known_is_not_measured_again(found: Result, kept: Path) -> None:
     """No minute is left, and everything is there: out of the file that the first call has left."""
     again = gpu.measure(SMALL, 0, kept)
@@ -101,6 +107,7 @@ def test_what_is_known_is_not_measured_again(found: Result, kept: Path) -> None:
     assert again.notes == found.notes
 
 
+@pytest.mark.slow
 def test_what_no_time_is_left_for_is_named(found: Result, kept: Path) -> None:
     """Other sizes are other cases."""
     short = gpu.measure(replace(SMALL, repeats=2), 0.05, kept)

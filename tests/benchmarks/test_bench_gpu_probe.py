@@ -28,6 +28,7 @@ def look(path: Path, *arguments: str) -> tuple[int, list[dict[str, Any]], str]:
     return done.returncode, json.loads(path.read_text()), done.stdout.splitlines()[-1]
 
 
+@pytest.mark.slow
 def test_what_a_cpu_can_run_runs(tmp_path: Path) -> None:
     names = ("machine", "attention", "EPD in a thread", "inproc", "graphs")
     only = [word for name in names for word in ("--only", name)]

@@ -69,6 +69,7 @@ def test_goodput_of_a_trace_that_is_too_short_is_none() -> None:
     assert reservation._goodput(serve, reservation.recorded(20), "guard") == 0.0
 
 
+@pytest.mark.slow
 def test_without_any_goodput_percentiles_are_at_the_rate_of_the_trace(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, only in (("PLACEMENTS", "4EPD"), ("POLICIES", "alg1"), ("ORDERS", "fcfs")):
         monkeypatch.setattr(reservation, name, (only,))

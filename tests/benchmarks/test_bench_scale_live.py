@@ -41,6 +41,7 @@ def moved_bytes(row: TraceRow) -> int:
     return 8 * (image.tokens + -(-row.input_length // 16) * 16 * scale_live.MODEL.language.layers)
 
 
+@pytest.mark.slow
 async def test_a_replay_says_what_it_came_to() -> None:
     """Of a busy machine, too: there a prompt's KV goes in more pieces, whose bytes are the same."""
     found = await asyncio.to_thread(served, Task("POPE", "1E1P1D", True, 12, 12.0, 1))

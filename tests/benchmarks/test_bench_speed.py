@@ -70,6 +70,7 @@ def test_a_plan_that_is_refused_falls_short() -> None:
     assert [aim.met for aim in plan_speed.result({"race, N = 64": took}, SERVED).aims] == [False]
 
 
+@pytest.mark.slow
 def test_it_runs() -> None:
     made = plan_speed.run(Setting(quick=True))
     alone, whole = made.values["plans"].values()

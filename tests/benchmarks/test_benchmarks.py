@@ -119,6 +119,7 @@ def test_an_encode_instance_lacks_the_language_model(quick: Callable[[str], Resu
     assert all(encode["worked"][kind] <= encode["worked"]["rss"] for kind in ("pss", "private"))
 
 
+@pytest.mark.slow
 def test_instances_apart_hold_no_less_than_together(quick: Callable[[str], Result]) -> None:
     for name, kinds in quick("memory").values["capacity"].items():
         assert set(kinds) == set(memory.KINDS)

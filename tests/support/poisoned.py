@@ -14,7 +14,6 @@ from trinity.core.failure_policy import FailurePolicy
 from trinity.core.messages import Step
 from trinity.testing.virtual import Durations, VirtualCluster, make_settings
 
-
 SAMPLED = 3  # tokens that a reader has before "S" kills
 
 

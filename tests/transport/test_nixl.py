@@ -21,6 +21,7 @@ import torch
 from support.exact_pipelines import check_exact, tokens_of_the_model
 from support.freezing import freeze
 from support.lender import EMPTY, LIVENESS_S, Lending, begun, ends, lending, lent, pool, ready
+from support.thinned import thinned
 from trinity.connector import Connector
 from trinity.core.messages import Pull
 from trinity.errors import HandshakeError, PeerLost, TransferTimeout, TransportUnavailable
@@ -99,6 +100,7 @@ def launcher(lanes: str) -> Iterator[None]:
         yield
 
 
+@pytest.mark.parametrize("lanes", thinned(LANES, "default".__eq__), indirect=True)
 async def test_pipelines_of_processes_are_exact(launcher: None, lanes: str, wanted: list[tuple[int, ...]]) -> None:
     for placement in ("E+P+D", "ED+P") if lanes == "default" else ("E+P+D",):
         await check_exact(placement, "nixl", wanted)
