@@ -73,9 +73,7 @@ def rows_of(name: str, images: Sequence[Any]) -> torch.Tensor:
 @pytest.fixture
 def own_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers of transformers as they are: kernels that replace them round otherwise."""
-    swaps = ("pack_weights", "use_native_products", "use_onednn", "fuse_encoder_elementwise", "fuse_elementwise")
-    for name in (*swaps, "fuse_decoder_layers", "fuse_encoder_layers"):
-        monkeypatch.setattr(f"trinity.stages.models.loader.{name}", lambda part: None)
+    monkeypatch.setattr("trinity.stages.models.loader.use_kernels", lambda part, **named: None)
     monkeypatch.setattr("trinity.stages.models.loader._parts", {})  # nobody else's layers
 
 

@@ -123,6 +123,15 @@ def test_a_layer_that_mixes_rows_is_found(dtype: torch.dtype) -> None:
         check_rows([Loudest(64, 32, dtype=dtype)], None, dtype, CPU)
 
 
+def test_a_checkpoint_that_mixes_rows_is_refused_each_time() -> None:
+    """Also where an error before, which holds the part, is still held."""
+    held = []
+    for letters in ("EPD", "EPD", "E", "PD"):
+        with pytest.raises(UnsupportedModel, match="tokens would depend on what else runs") as refused:
+            load_model(quantised("compressed-mixed-rows"), letters, dtype="float32")
+        held.append(refused)
+
+
 def test_the_head_is_checked_as_it_is_called() -> None:
     """With rows alone, where all other layers have a batch before them."""
 

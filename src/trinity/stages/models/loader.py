@@ -8,7 +8,6 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 from weakref import WeakValueDictionary
@@ -26,15 +25,11 @@ from trinity.stages.attention.kv_rows import KvRow
 from trinity.stages.attention.latent import watch_expansions
 from trinity.stages.attention.row_counts import answer_counts
 from trinity.stages.kernels.admission import is_known
-from trinity.stages.kernels.decoder_layers import fuse_decoder_layers
-from trinity.stages.kernels.encoder_elementwise import fuse_encoder_elementwise
-from trinity.stages.kernels.encoder_layers import fuse_encoder_layers
-from trinity.stages.kernels.fp8_linear import use_fp8_products
-from trinity.stages.kernels.fused_elementwise import fuse_elementwise
 from trinity.stages.kernels.known_sources import LayerPart
 from trinity.stages.kernels.last_layer import drop_unused_layers, skip_unsampled_rows
-from trinity.stages.kernels.linear import _is_packing_faster, pack_weights, use_onednn
-from trinity.stages.kernels.native_linear import is_native_faster, use_native_products
+from trinity.stages.kernels.linear import _is_packing_faster
+from trinity.stages.kernels.native_linear import is_native_faster
+from trinity.stages.kernels.part_kernels import use_kernels
 from trinity.stages.models.base import ModelAdapter, find_head
 from trinity.stages.models.checks import refuse_layers, self_check, set_attention
 from trinity.stages.models.generic import GenericAdapter
@@ -211,32 +206,22 @@ def _part(
     files: LoadedFiles,
     shelf: str = "",
 ) -> Any:
+    """Return a part that this process has, or load it; what fails on the way is not kept."""
     key = (directory.resolve(), name, dtype, device, packed, files)
     part = _parts.get(key)
     if part is None:
         keep = choose_fp8(read_quantization(directory), directory, dtype, device)
         shared = shelf and _is_worth_sharing(directory, dtype, device, packed)
         made = _share_part(shelf, *key[:4], files, keep) if shared else _load_part(directory, name, dtype, keep, device)
-        part = _parts[key] = made.to(device).eval().requires_grad_(False)
+        part = made.to(device).eval().requires_grad_(False)
         if name == "language":
             prepare_states(part, find_adapter(read_config(directory), directory)[0])
         quantised = getattr(part, "trinity_quantised", None)
         if quantised:  # its layers are the library's, whose weights no kernel here can read
             check_rows(quantised, find_head(part), dtype, device)
-            return part
-        use_fp8_products(part)
-        use_native_products(part)
-        if packed:
-            pack_weights(part)
-        use_onednn(part)
-        fuse_encoder_elementwise(part)
-        fuse_elementwise(part)
-        fuse_decoder_layers(part)
-        fuse_encoder_layers(part)
-        if name == "language" and device.type == "cuda" and find_spec("triton") is not None:
-            from trinity.stages.kernels.device_layers import fuse_device_layers
-
-            fuse_device_layers(part)
+        else:
+            use_kernels(part, on_gpu=name == "language" and device.type == "cuda", packed=packed)
+        _parts[key] = part
     return part
 
 

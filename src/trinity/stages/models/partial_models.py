@@ -10,6 +10,7 @@ import torch
 from trinity.errors import UnsupportedModel
 from trinity.preprocess.checkpoint import check_elements
 from trinity.stages.models.base import ModelAdapter, find_head
+from trinity.stages.models.own_modules import own_modules
 from trinity.stages.models.registry import HOW_TO_ADD
 
 
@@ -41,6 +42,7 @@ def make_partial_class(
     class Part(whole):  # type: ignore[misc]
         def __init__(self, *given: Any, **named: Any) -> None:
             super().__init__(*given, **named)
+            own_modules(self)
             if find_head(self) is None:
                 raise UnsupportedModel(f"{whole.__name__} has no language head: it does not generate")
             self.whole_names = {name for name, _ in self.named_modules()}
