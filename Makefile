@@ -29,6 +29,8 @@ $(STAMP): pyproject.toml constraints.txt $(wildcard csrc/CMakeLists.txt csrc/*.?
 	@$(PIP) -e '.[audio,plan,plot,server,structured,video]' --group dev
 	@# What nixl says it needs is a torch of any version: it would replace ours.
 	@test "$$(uname -sm)" != "Linux x86_64" || $(PIP) --no-deps nixl-cu13
+	@# What writes Voxtral's chats says that it needs a numpy older than ours, on Python 3.12 and before (decision 0107).
+	@$(PIP) --no-deps mistral-common
 	@# Extractors of three audio types are in torchaudio (decision 0117). Its wheel is for CUDA: beside a torch for CPUs what is
 	@# compiled in it does not load, and transformers then loads nothing. It goes, and all of it where that does not help.
 	@test "$$(uname -sm)" != "Linux x86_64" || $(PIP) --no-deps torchaudio

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 from support.checkpoint_files import checkpoint
 from trinity.errors import RequestError
 from trinity.preprocess.chat_template import ChatTemplate
+from trinity.preprocess.media_kinds import Placeholder
 from trinity.preprocess.processor import RequestProcessor
 from trinity.preprocess.prompt_problem import PromptProblem
 from trinity.request import Request
@@ -122,6 +124,35 @@ def test_arguments_of_a_call_must_be_a_json_object(processor: RequestProcessor, 
 def test_content_may_be_null_beside_calls_alone(processor: RequestProcessor) -> None:
     with pytest.raises(RequestError, match="content must be text or a list of parts"):
         processor.process(Request(messages=[{"role": "assistant", "content": None}], request_id="r"))
+
+
+PARTS = (
+    "{% for m in messages %}{% if m.role == 'tool' %}{{ m.content|string }}"
+    "{% elif m.content is string %}{{ m.content }}"
+    "{% else %}{% for p in m.content %}{% if p.type == 'input_audio' %}<sound>{% elif p.type == 'text' %}{{ p.text }};"
+    "{% else %}{{ raise_exception('no such part') }}{% endif %}{% endfor %}{% endif %}|{% endfor %}"
+)
+HEARD: list[dict[str, Any]] = [
+    {"role": "user", "content": [{"type": "audio"}, {"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+    {"role": "tool", "content": [{"type": "text", "text": "rain"}, {"type": "text", "text": "y"}]},
+]
+
+
+def with_clips(tokenizer: Any, template: str) -> ChatTemplate:
+    placeholder = Placeholder(token="<sound>", marker="<sound>")
+    own = copy.copy(tokenizer)
+    own.chat_template = template
+    return ChatTemplate(None, own, {"audio": placeholder})
+
+
+def test_a_medium_is_named_as_the_template_does_and_a_tool_answers_in_text(processor: RequestProcessor) -> None:
+    template = with_clips(processor.tokenizer, PARTS)
+    assert template.render(HEARD, None, {}) == "<sound>a;b;|rainy|"
+
+
+def test_a_template_that_knows_the_kind_and_reads_parts_is_given_both_as_they_are(processor: RequestProcessor) -> None:
+    own = PARTS.replace("input_audio", "audio").replace("m.content|string", "m.content[1].text")
+    assert with_clips(processor.tokenizer, own).render(HEARD, None, {}) == "<sound>a;b;|y|"
 
 
 class Named:

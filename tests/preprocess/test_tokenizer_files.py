@@ -17,6 +17,7 @@ from trinity.preprocess.grammars import load_fast_tokenizer
 from trinity.preprocess.processor import RequestProcessor
 from trinity.preprocess.tokenizer_files import load_tokenizer
 from trinity.request import Request
+from trinity.testing.any_media_tekken import write_tekken
 
 HELLO = Request("Hello there, how are you?")
 
@@ -83,3 +84,19 @@ def test_a_tokenizer_made_of_tekken_alone_has_the_ids_of_mistral_common(director
     ours = load_tokenizer(directory)
     for text in (HELLO.prompt, " 12 apples\n\n\tof  été, 日本語 🚢", "def f(x):\n    return x"):
         assert ours(text, add_special_tokens=False)["input_ids"] == theirs(text, add_special_tokens=False)["input_ids"]
+
+
+def test_such_a_tokenizer_has_special_tokens_by_name_and_the_template_beside_it(directory: Path) -> None:
+    """A text begins as with mistral-common, where that is here, and else as without."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (directory / name).unlink()
+    write_tekken(directory)
+    (directory / "chat_template.jinja").write_text("{{ bos_token }}{{ messages[0]['content'] }}")
+    found = load_tokenizer(directory)
+    assert (found.bos_token, found.eos_token, found.pad_token) == ("<s>", "</s>", "<pad>")
+    chat = [{"role": "user", "content": "the"}]
+    assert found.apply_chat_template(chat, tokenize=False) == "<s>the"
+    load: Any = transformers.AutoTokenizer.from_pretrained
+    theirs = load(directory, local_files_only=True, trust_remote_code=False)
+    assert found("the thing")["input_ids"] == theirs("the thing")["input_ids"]
+    assert (found("the")["input_ids"][0] == found.bos_token_id) is isinstance(theirs, MistralCommonBackend)

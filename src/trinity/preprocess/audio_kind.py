@@ -50,6 +50,7 @@ class AudioReader:
         self._loaded, self._limits = loaded, limits
         self._extractor: Any = find_extractor(loaded.processor)
         self.rate = int(self._extractor.sampling_rate)
+        self.window_samples: int = getattr(loaded.processor, "window_samples", 0)  # to whose multiples clips are padded
         self.fingerprint = _fingerprint(loaded.processor, self._extractor)
         self.alone_because = self._find_company()
 
@@ -67,9 +68,10 @@ class AudioReader:
         """Compute what the extractor makes of so many samples: a spectrum of each frame, and features of it."""
         hop = getattr(self._extractor, "hop_length", None) or 160
         window = getattr(self._extractor, "n_fft", None) or 400
-        frames = max(samples, getattr(self._extractor, "n_samples", None) or 0) // hop + 1
+        padded = -(-samples // (self.window_samples or 1)) * (self.window_samples or 1)
+        frames = max(padded, getattr(self._extractor, "n_samples", None) or 0) // hop + 1
         each = 4 * (getattr(self._extractor, "feature_size", None) or 128) + 16 * (window // 2 + 1)
-        return Estimate(0, 4 * samples + frames * each)
+        return Estimate(0, 4 * padded + frames * each)
 
     def read(self, samples: np.ndarray) -> MediaItem:
         """Preprocess one clip, float32 [samples]. Raises ``MediaProblem`` if the model's processor refuses it."""

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from trinity.errors import describe_error
-from trinity.preprocess.media_kinds import Placeholder
+from trinity.preprocess.media_kinds import Placeholder, part_keys
 from trinity.preprocess.prompt_problem import PromptProblem
 
 _TOOLS = re.compile(r"\btools\b")
@@ -85,29 +85,62 @@ class ChatTemplate:
         return next((each for each in found if isinstance(each, str)), None)
 
     @cached_property
+    def _named(self) -> dict[str, str]:
+        """Types of parts by kind of media, where the template writes a placeholder for these and none for the kind.
+
+        They are OpenAI's, "input_audio" and "audio_url", in templates that mistral-common makes.
+        """
+        found = {}
+        for kind, each in self._placeholders.items():
+            names = [kind, *(name for name, (owner, _) in part_keys().items() if owner == kind)]
+            name = next((name for name in names if self._writes_one(_describe(name), each.token)), kind)
+            if name != kind:
+                found[kind] = name
+        return found
+
+    @cached_property
     def _joins(self) -> bool:
         """Tell if the template writes no placeholder for a part with a medium, and one for a string that has it."""
-        if not self._placeholders:
+        if not self._placeholders or self._named:
             return False
         kind, each = next(iter(self._placeholders.items()))
-        parts = [{"type": kind}, {"type": "text", "text": "x"}]
-        return not self._writes_one(parts, each.token) and self._writes_one(f"{each.marker}x", each.token)
+        return not self._writes_one(_describe(kind), each.token) and self._writes_one(f"{each.marker}x", each.token)
+
+    @cached_property
+    def _prints_parts(self) -> bool:
+        """Tell if the template writes what a tool answered as a list of parts, where it was given one."""
+        call = {"id": "abcdefghi", "type": "function", "function": {"name": "x", "arguments": {}}}
+        called = {"role": "assistant", "content": "", "tool_calls": [call]}
+        answered = {"role": "tool", "tool_call_id": call["id"], "name": "x", "content": _describe("text")[1:]}
+        written = self._try([{"role": "user", "content": _describe("text")[1:]}, called, answered])
+        return re.search(r"""\{['"]type['"]: ['"]text""", written) is not None
 
     def _writes_one(self, content: Any, token: str) -> bool:
-        chat = [{"role": "user", "content": content}]
+        return self._try([{"role": "user", "content": content}]).count(token) == 1
+
+    def _try(self, chat: Sequence[Mapping[str, Any]]) -> str:
+        """Write a chat; "" if the template refuses it."""
         try:
-            written = self._tokenizer.apply_chat_template(chat, chat_template=self.find(), tokenize=False)
+            return str(self._tokenizer.apply_chat_template(chat, chat_template=self.find(), tokenize=False))
         except Exception:  # templates raise what they like
-            return False
-        return str(written).count(token) == 1
+            return ""
 
     def _join(self, message: Mapping[str, Any]) -> dict[str, Any]:
         """Join the parts of a message to one string."""
+        if isinstance(message["content"], str):
+            return dict(message)
         parts = [
             part["text"] if part["type"] == "text" else self._placeholders[part["type"]].marker
             for part in message["content"]
         ]
         return {**message, "content": "".join(parts)}
+
+    def _rename(self, message: Mapping[str, Any]) -> dict[str, Any]:
+        """Name the parts with media as the template does."""
+        if isinstance(message["content"], str):
+            return dict(message)
+        parts = [{**part, "type": self._named.get(part["type"], part["type"])} for part in message["content"]]
+        return {**message, "content": parts}
 
     def render(
         self, chat: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None, variables: Mapping[str, Any]
@@ -121,8 +154,12 @@ class ChatTemplate:
             raise PromptProblem("this model's chat template takes no tools; leave tools= out", media=False)
         if taken := sorted({*_OURS, *self._tokenizer.special_tokens_map}.intersection(variables)):
             raise PromptProblem(f"template_kwargs cannot set {', '.join(taken)}; leave it out", media=False)
+        if self._placeholders and self._prints_parts:
+            chat = [self._join(each) if each["role"] == "tool" else each for each in chat]
         if self._joins:
             chat = list(map(self._join, chat))
+        elif self._named:
+            chat = list(map(self._rename, chat))
         settings = {"add_generation_prompt": not variables.get("continue_final_message"), **variables}
         try:
             rendered = self._tokenizer.apply_chat_template(
@@ -133,3 +170,8 @@ class ChatTemplate:
                 f"the chat template refuses these messages ({describe_error(exc)})", media=False
             ) from exc
         return str(rendered)
+
+
+def _describe(name: str) -> list[dict[str, str]]:
+    """Make the parts of a message with one medium, by the type of its part."""
+    return [{"type": name}, {"type": "text", "text": "x"}]

@@ -10,6 +10,8 @@ _HOW = {
     "torchaudio": "install torchaudio in a build for this torch: without a GPU from PyTorch's index of builds for "
     "CPUs, else by pip install --no-deps torchaudio. With one for CUDA beside a torch without it, transformers loads "
     "no processor at all",
+    "mistral-common": "pip install mistral-common soundfile; where numpy is newer than it allows (Python 3.12 and "
+    "before), pip install --no-deps mistral-common, and tiktoken, pydantic-extra-types and pycountry",
 }
 
 
@@ -25,4 +27,9 @@ def explain_library(error: BaseException) -> str:
     """Say what to install where ``error`` is of a library that a processor asks for; "" for any other error."""
     asked = _ASKED.search(str(error))
     name = asked[1] if asked else next((each for each in _HOW if f"/{each}/" in str(error)), "")
-    return _HOW.get(name, f"pip install {name}") if name else ""
+    return how_to_install(name) if name else ""
+
+
+def how_to_install(name: str) -> str:
+    """Say how to install a library."""
+    return _HOW.get(name, f"pip install {name}")

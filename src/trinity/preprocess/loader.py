@@ -19,6 +19,7 @@ import msgspec
 from trinity.errors import ConfigError, UnsupportedModel
 from trinity.errors.arguments import show
 from trinity.preprocess.checkpoint import read_config, read_json
+from trinity.preprocess.clip_windows import take_text_too
 from trinity.preprocess.libraries import explain_library
 from trinity.preprocess.media_kinds import ModelFiles, Placeholder, kind_names, list_kinds
 from trinity.preprocess.model_types import check_config, explain_how_to_add
@@ -266,7 +267,7 @@ def load_processor(model_dir: Path, config: Any, tokenizer: Any) -> Any:
     settings, _ = processor_class.get_processor_dict(str(model_dir), local_files_only=True)
     settings["chat_template"] = settings.get("chat_template") or tokenizer.chat_template
     wanted = [parts[name] if name in parts else load_part(name, model_dir) for name in processor_class.get_attributes()]
-    return _accept_stand_in(processor_class).from_args_and_dict(wanted, settings)
+    return take_text_too(_accept_stand_in(processor_class).from_args_and_dict(wanted, settings), model_dir)
 
 
 def _processor_class(model_dir: Path, config: Any) -> Any:

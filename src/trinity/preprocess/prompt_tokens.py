@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 from trinity.preprocess.control_tokens import HiddenTokens
@@ -55,6 +57,15 @@ class PromptTokenizer:
         return found
 
     def _encode_pieces(self, pieces: Sequence[str], special: bool) -> list[int]:
+        """Encode text and hidden tokens, with the tokens at either end of a text if ``special``."""
+        whole = getattr(self._tokenizer, "reads_whole_texts", False)
+        ids = self._encode_joined(pieces) if whole else self._encode_in_turn(pieces)
+        if special:
+            before, after = self._find_ends()
+            ids = [*before, *ids, *after]
+        return ids
+
+    def _encode_in_turn(self, pieces: Sequence[str]) -> list[int]:
         """Encode text and hidden tokens in turn, as transformers does for sanitized chats."""
         ids = self._encode(pieces[0], False)
         known: dict[tuple[str, bool], list[int]] = {}  # a text of one control token again and again is cheap to send
@@ -63,9 +74,36 @@ class PromptTokenizer:
             if key not in known:
                 known[key] = self._encode_inside(*key)
             ids += known[key]
-        if special:
-            before, after = self._find_ends()
-            ids = [*before, *ids, *after]
+        return ids
+
+    def _encode_joined(self, pieces: Sequence[str]) -> list[int]:
+        """Encode hidden tokens with the text around them, from one special token to the next, as mistral-common."""
+        ids, text = list[int](), ""
+        for at, piece in enumerate(pieces):
+            for part in [piece] if at % 2 else self._special_pattern.split(piece):
+                number = None if at % 2 else self._special_ids.get(part)
+                if number is None:
+                    text += part
+                    continue
+                ids += [*self._encode_text(text), number]
+                text = ""
+        return ids + self._encode_text(text)
+
+    @cached_property
+    def _special_ids(self) -> dict[str, int]:
+        return {each.content: number for number, each in self._tokenizer.added_tokens_decoder.items()}
+
+    @cached_property
+    def _special_pattern(self) -> re.Pattern[str]:
+        longest = sorted(self._special_ids, key=len, reverse=True)
+        return re.compile(f"({'|'.join(map(re.escape, longest))})")
+
+    def _encode_text(self, text: str) -> list[int]:
+        """Encode a text in which no special token is read. Raises ``ValueError`` if it becomes one all the same."""
+        ids = self._encode_plain(text)
+        if made := set(ids).intersection(self._special_ids.values()):
+            token = self._tokenizer.convert_ids_to_tokens(min(made))
+            raise ValueError(f"this model's tokenizer makes the special token {token!r} of plain text; leave it out")
         return ids
 
     def _encode_inside(self, piece: str, plain: bool) -> list[int]:

@@ -13,4 +13,9 @@ AUDIO_SIZES: dict[str, TypeSizes] = {
             "projector_config.encoder_hidden_size": 128,  # of that layer's rows and of the last one's
         }
     ),
+    "voxtral": TypeSizes(
+        tekken=True,
+        config={"audio_config.intermediate_size": 256},  # four rows of the tower, which become one
+        audio={"feature_size": 128},
+    ),
 }

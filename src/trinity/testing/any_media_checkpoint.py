@@ -18,6 +18,7 @@ from trinity.errors import UnsupportedModel
 from trinity.preprocess.loader import find_processor_class, load_processor
 from trinity.preprocess.video_processors import find_images
 from trinity.testing.any_media_sizes import TypeSizes, shrink_config, small_images
+from trinity.testing.any_media_tekken import make_tekken_tokenizer, write_extractor
 from trinity.testing.any_media_types import OWN_SIZES
 from trinity.testing.checkpoints import _no_progress_bar, write_checkpoint
 from trinity.testing.checkpoints_recipes import Recipe
@@ -48,7 +49,7 @@ def build_any_media(model_type: str, directory: Path, *, seed: int = 0) -> Path:
     sizes = OWN_SIZES.get(model_type, TypeSizes())
     config_class = CONFIG_MAPPING[model_type]
     processor_class = _find_processor_class(model_type)
-    tokenizer = make_tokenizer(processor_class, sizes)
+    tokenizer = make_tekken_tokenizer(directory) if sizes.tekken else make_tokenizer(processor_class, sizes)
     parts = processor_class.get_attributes()
     hears_alone = "image_processor" not in parts and {"feature_extractor", "audio_processor"} & set(parts)
     images = None if hears_alone else make_image_processor(model_type, sizes)
@@ -58,9 +59,13 @@ def build_any_media(model_type: str, directory: Path, *, seed: int = 0) -> Path:
     # As large behind the text model's own factor as elsewhere: beside larger ones features would not show.
     factor = getattr(config.get_text_config(), "embedding_multiplier", None) or 1.0
     recipe = Recipe(
-        config, _model_class(model_type), tokenizer, images, fields, embedding_std=sizes.embedding_std / factor
+        *(config, _model_class(model_type), tokenizer, images, None if sizes.tekken else fields),
+        embedding_std=sizes.embedding_std / factor,
+        tokenizer_format="mistral" if sizes.tekken else None,
     )
     directory.mkdir(parents=True, exist_ok=True)
+    if sizes.tekken:
+        write_extractor(directory, fields)
     recipe.save_processor(directory)
     for part in parts:
         if part.endswith("_tokenizer"):

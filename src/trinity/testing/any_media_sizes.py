@@ -107,6 +107,7 @@ class TypeSizes:
     - ``tokens``: named special tokens. ``plain``: others. ``unnamed``: names that are left out. ``further_ids``: tokens
       that its processor adds. ``ids``: fields of the config, each the id of a token.
     - ``model_class`` (""): the class of its checkpoints, where transformers' list has another.
+    - ``tekken`` (False): the tokenizer's file of its checkpoints is a tekken.json, and there is no chat template.
     - ``embedding_std`` (0.5): of token embeddings; small where images would change nothing beside them.
     - ``bos`` ("<s>"; None: its tokenizer adds none), ``pad``: special tokens.
     - ``image_token``, ``image_text``, ``audio_text``: of the chat template. ``chats`` (True): it has one at all.
@@ -131,6 +132,7 @@ class TypeSizes:
     processor_class: str = ""
     image_processor: str = ""
     model_class: str = ""
+    tekken: bool = False
     embedding_std: float = 0.5
 
 

@@ -32,6 +32,7 @@ class Recipe:
     """Parts of a checkpoint. ``processor`` has the fields of processor_config.json (None: text only).
 
     ``videos`` has those of video_preprocessor_config.json (None: it has no such file).
+    ``tokenizer_format``: "mistral" writes tekken.json alone; None is transformers' own.
     ``raised`` has values to add to norm weights by the end of their names, such as {"q_norm.weight": 1.0}.
     """
 
@@ -44,9 +45,11 @@ class Recipe:
     raised: dict[str, float] = field(default_factory=dict)
     videos: dict[str, Any] | None = None
     feature_extractor: Any = None
+    tokenizer_format: str | None = None
 
     def save_processor(self, directory: Path) -> None:
-        self.tokenizer.save_pretrained(directory)
+        form = {} if self.tokenizer_format is None else {"save_format": self.tokenizer_format}
+        self.tokenizer.save_pretrained(directory, **form)
         if self.image_processor is not None:
             self.image_processor.save_pretrained(directory)
         if self.feature_extractor is not None:

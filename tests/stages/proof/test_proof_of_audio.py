@@ -13,6 +13,7 @@ from torch import Tensor
 
 from support.checkpoint_files import checkpoint
 from trinity.preprocess.checkpoint import read_config
+from trinity.preprocess.clip_windows import ClipWindows
 from trinity.preprocess.model_types import check_config
 from trinity.preprocess.verdicts import MediaFacts, ProofPart, ProofVerdict, find_verdict
 from trinity.stages.models.base import MediaInputs
@@ -152,11 +153,48 @@ def test_clips_that_the_model_cannot_take_leave_its_images(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "reason"), [("voxtral", "mistral-common"), ("vibevoice_asr", "draws at random")])
-def test_types_that_cannot_be_equal_say_why(name: str, reason: str) -> None:
-    verdict = prove(checkpoint(f"any-{name}"))
+def test_a_type_that_cannot_be_equal_says_why() -> None:
+    verdict = prove(checkpoint("any-vibevoice_asr"))
     assert verdict.failed is not None
-    assert reason in verdict.failed.said
+    assert "draws at random" in verdict.failed.said
+
+
+def test_a_processor_that_takes_clips_in_chats_alone_is_proven_by_its_chats() -> None:
+    pytest.importorskip("mistral_common", reason="it writes the chats")
+    verdict = prove(checkpoint("any-voxtral"))
+    assert verdict.failed is None, verdict.failed
+    assert verdict.serves == ("audio", "text")
+    said = [part.said for part in verdict.parts]
+    assert any("750 rows for a long clip" in each for each in said), "no clip was longer than a window"
+    assert any("776 tokens for two clips" in each for each in said)
+
+
+def without_begin(self: ClipWindows, clip: Any) -> str:
+    return EXPAND(self, clip).removeprefix("[BEGIN_AUDIO]")
+
+
+def window_by_window(self: ClipWindows, clip: Any, rate: int | None) -> Any:
+    """Each window as if it were a clip: its spectrum is then cut at what is far below its own loudest."""
+    windows = [clip[at : at + self.window_samples] for at in range(0, len(clip), self.window_samples)]
+    return torch.cat([EXTRACT(self, each, rate) for each in windows])
+
+
+EXPAND, EXTRACT = ClipWindows._expand, ClipWindows._extract
+
+
+@pytest.mark.parametrize(
+    ("name", "broken", "part"),
+    [("_expand", without_begin, "prompt ids"), ("_extract", window_by_window, "features")],
+)
+def test_other_tokens_or_features_than_its_chats_have_are_caught(
+    name: str, broken: Any, part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("mistral_common", reason="it writes the chats")
+    directory = Path(shutil.copytree(checkpoint("any-voxtral"), tmp_path / "model"))
+    monkeypatch.setattr(ClipWindows, name, broken)
+    verdict = prove(directory)
+    assert verdict.failed is not None
+    assert verdict.failed.name == part
 
 
 @pytest.mark.slow

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,14 +21,13 @@ from trinity.stages.proof.prove import (
 from trinity.stages.proof.reference import SHORT_OUTPUTS, Expected, Reference
 from trinity.stages.proof.subject import TOLERANCE, Differs, Subject, relative_error
 
-_LONG_S = 2.317  # of the long clip: an odd number of frames, beyond one window of small models
+_LONG_S = 2.317  # of the long clip beyond what a processor pads to: an odd number of frames
 _MOST_TOKENS = 4  # that a clip may need to have, before the model takes it
 _SEEN_IN = ("audio_token_id", "audio_token_index")
 
 
 def prove_audio(subject: Subject, facts: MediaFacts) -> Iterator[tuple[ProofPart, MediaFacts]]:
     """Prove clips: one, a long one, two in a prompt where the processor takes them, and one beside an image."""
-    _refuse_own_prompts(subject.reference.processor)
     rate = int(find_extractor(subject.reference.processor).sampling_rate)
     facts, part = _find_token(subject, facts, rate)
     yield part, facts
@@ -55,17 +53,6 @@ def prove_audio(subject: Subject, facts: MediaFacts) -> Iterator[tuple[ProofPart
     yield _prove_other(subject, rate, expected), facts
     facts, part = _find_least(subject, facts, rate)
     yield part, facts
-
-
-def _refuse_own_prompts(processor: Any) -> None:
-    """Raise ``Differs`` for a processor that makes prompts of chats by means of its own, and of no text with clips."""
-    from transformers import ProcessorMixin
-
-    if type(processor).apply_chat_template is not ProcessorMixin.apply_chat_template:
-        module = sys.modules[type(processor).__mro__[1].__module__]
-        means = "the package mistral-common" if hasattr(module, "is_mistral_common_available") else "means of its own"
-        said = f"it writes prompts by {means}, not by a chat template; give one of your own (Pipeline(processor=...))"
-        raise Differs("processor", said)
 
 
 def _find_token(subject: Subject, facts: MediaFacts, rate: int) -> tuple[MediaFacts, ProofPart]:
@@ -97,6 +84,8 @@ def _named_ids(subject: Subject) -> list[int | None]:
 def _explain_refusal(reference: Reference, token: str, rate: int) -> str:
     """Say why the processor does not take a text with this token for a clip; "" if it does."""
     prompt = one_clip(rate)
+    if reference.own_chats:
+        return _explain_own_refusal(reference, token, prompt)
     if reference.has_template and (why := reference.explain_template(prompt, token)):
         return why
     try:
@@ -104,6 +93,15 @@ def _explain_refusal(reference: Reference, token: str, rate: int) -> str:
     except Exception as error:  # processors raise what they like
         return f"{type(error).__name__}: {error!s:.200}"
     return "" if int(found["input_ids"].shape[-1]) > 1 else "it is not expanded"
+
+
+def _explain_own_refusal(reference: Reference, token: str, prompt: ProofPrompt) -> str:
+    """Say why the processor puts no such tokens for a clip into a chat; "" if it does."""
+    try:
+        ids = reference.inputs(prompt, "")["input_ids"][0].tolist()
+    except Exception as error:  # processors raise what they like
+        return f"{type(error).__name__}: {error!s:.200}"
+    return "" if reference.tokenizer.convert_tokens_to_ids(token) in ids else "it is not in its chats"
 
 
 def _find_id(subject: Subject, expected: Expected) -> int:
@@ -126,8 +124,9 @@ def _refuse_noise(subject: Subject, prompt: ProofPrompt, expected: Expected) -> 
 
 def _list_prompts(subject: Subject, facts: MediaFacts, rate: int) -> tuple[list[ProofPrompt], ProofPart]:
     """List the prompts that this processor takes, and say which."""
-    found, said = [one_clip(rate), one_clip(rate, 3, _LONG_S)], "several clips in a prompt"
     reader: Any = open_tried(subject, facts).processor.readers["audio"]
+    long = one_clip(rate, 3, reader.window_samples / rate + _LONG_S)
+    found, said = [one_clip(rate), long], "several clips in a prompt"
     alone = reader.alone_because
     if alone:
         said = f"one clip in a prompt: {alone}"

@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trinity.preprocess.clip_windows import ClipWindows
 from trinity.preprocess.loader import load_processor
 from trinity.preprocess.tokenizer_files import load_tokenizer
+from trinity.stages.proof.own_chats import load_own_chats, make_own_inputs
 from trinity.stages.proof.prompts import ProofPrompt, one_image
 
 _KEPT = {"bos_token_id", "pad_token_id", "cache_implementation"}  # defaults that ban, stop and choose nothing
@@ -55,6 +57,9 @@ class Reference:
     def __init__(self, directory: Path, config: Any, model: Any) -> None:
         tokenizer = load_tokenizer(directory)
         self.processor = load_processor(directory, config, tokenizer)
+        self.own_chats = isinstance(self.processor, ClipWindows)  # its own processor takes clips in chats alone
+        if self.own_chats:
+            self.processor = load_own_chats(directory)
         self.tokenizer, self.model, self.config = tokenizer, model, config
         drop_defaults(model)
         self.flat = False  # the processor takes the images of a prompt as one list, not nested by prompt
@@ -70,7 +75,7 @@ class Reference:
     @property
     def has_template(self) -> bool:
         """Tell if prompts are written as chats: not where an image is in front of a text."""
-        return not self.in_front and bool(getattr(self.processor, "chat_template", None))
+        return self.own_chats or (not self.in_front and bool(getattr(self.processor, "chat_template", None)))
 
     def list_markers(self, token: str) -> list[str]:
         """List what may stand for an image: the token, and the token between those that the chat template writes.
@@ -172,6 +177,8 @@ class Reference:
 
     def _make_inputs(self, prompt: ProofPrompt, marker: str) -> dict[str, Any]:
         """Make inputs by the chat template, or else from raw text."""
+        if self.own_chats:
+            return make_own_inputs(self.processor, prompt)
         if self.has_template and self.joined:
             return self._make_joined(prompt, marker)
         if prompt.clips:
