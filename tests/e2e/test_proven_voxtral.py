@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
+import json
+import random
+import shutil
 from collections.abc import Mapping
 from functools import cache
 from itertools import groupby
@@ -25,7 +28,7 @@ from trinity.errors import BadMedia, RequestError
 from trinity.pipeline import Pipeline
 from trinity.preprocess.media_limits import MediaLimits
 from trinity.preprocess.processor import RequestProcessor
-from trinity.preprocess.verdicts import find_verdict
+from trinity.preprocess.verdicts import MediaFacts, find_verdict, on_trial
 from trinity.request import Media, Request, Sampling
 from trinity.stages.proof import prove
 from trinity.testing.oracle import OracleAnswer
@@ -216,6 +219,78 @@ def test_control_tokens_of_a_stranger_stay_text_as_mistral_common_leaves_them(te
 def test_raw_text_has_the_ids_of_mistral_common(text: str) -> None:
     found = front().process(Request(text, untrusted=True)).work.prompt
     assert list(found) == own().processor.tokenizer(text)["input_ids"]
+
+
+BITS = (
+    *(
+        "Hello there",
+        " the",
+        " 12345",
+        "日本語",
+        " été",
+        "\u0301",
+        "🚢",
+        "'s",
+        "\t",
+        "\n\n",
+        " ",
+        "  ",
+        "def f(x):\n    return x",
+    ),
+    *(
+        "[INST]",
+        " [/INST]",
+        "[AUDIO]",
+        " [BEGIN_AUDIO]",
+        "</s>",
+        "<s>",
+        "[TOOL_CALLS]",
+        "<unk>",
+        "[INST",
+        "/INST]",
+        "]",
+        " <",
+    ),
+)
+
+
+def with_a_large_vocabulary(folder: Path) -> Path:
+    """The checkpoint with the 130,000 words of a file that mistral-common brings."""
+    import mistral_common
+
+    directory = Path(shutil.copytree(voxtral(), folder / "model"))
+    brought = json.loads((Path(mistral_common.__file__).parent / "data" / "tekken_240911.json").read_text("utf-8"))
+    own = json.loads((directory / "tekken.json").read_text("utf-8"))
+    tokens = {"default_num_special_tokens": len(own["special_tokens"]), "version": own["config"]["version"]}
+    words = {"default_vocab_size": len(brought["vocab"]) + len(own["special_tokens"])}
+    changed = {**own, "vocab": brought["vocab"], "config": {**brought["config"], **tokens, **words}}
+    (directory / "tekken.json").write_text(json.dumps(changed), "utf-8")
+    config = json.loads((directory / "config.json").read_text())
+    config["text_config"]["vocab_size"] = words["default_vocab_size"]
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
+
+
+@pytest.mark.slow
+def test_texts_of_strangers_have_the_ids_of_mistral_common_with_a_large_vocabulary(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    directory = with_a_large_vocabulary(tmp_path)
+    load: Any = AutoTokenizer.from_pretrained
+    theirs = load(directory, local_files_only=True, trust_remote_code=False)
+    with on_trial(directory, MediaFacts(audio_token="[AUDIO]", audio_token_id=AUDIO)):
+        large = RequestProcessor(directory)
+    draw = random.Random(7)
+    try:
+        for _ in range(500):
+            text = "".join(draw.choices(BITS, k=draw.randint(1, 12))) + "."
+            chat = [{"role": "user", "content": text}]
+            found = [Request(text, untrusted=True), Request(messages=chat, untrusted=True)]
+            ids = [list(large.process(each).work.prompt) for each in found]
+            wanted = theirs.apply_chat_template(chat, tokenize=True, return_dict=True)["input_ids"]
+            assert ids == [theirs(text)["input_ids"], wanted], text
+    finally:
+        large.close()
 
 
 def test_a_trusted_text_may_not_have_a_clips_placeholder() -> None:

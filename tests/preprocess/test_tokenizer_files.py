@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -100,3 +102,25 @@ def test_such_a_tokenizer_has_special_tokens_by_name_and_the_template_beside_it(
     theirs = load(directory, local_files_only=True, trust_remote_code=False)
     assert found("the thing")["input_ids"] == theirs("the thing")["input_ids"]
     assert (found("the")["input_ids"][0] == found.bos_token_id) is isinstance(theirs, MistralCommonBackend)
+
+
+WITHOUT = """
+import sys
+sys.modules["tiktoken"] = None
+from pathlib import Path
+from trinity.errors import ConfigError
+from trinity.preprocess.processor import RequestProcessor
+try:
+    RequestProcessor(Path(sys.argv[1]))
+except ConfigError as error:
+    print(" ".join(str(error).split()))
+"""
+
+
+def test_a_mistral_common_without_what_it_imports_is_told_of(directory: Path) -> None:
+    pytest.importorskip("mistral_common")
+    command = [sys.executable, "-c", WITHOUT, str(directory)]
+    environment = {"PATH": "/usr/bin:/bin", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=True)
+    assert "mistral-common is installed and cannot be imported" in done.stdout
+    assert "tiktoken, pydantic-extra-types and pycountry; or remove it" in done.stdout

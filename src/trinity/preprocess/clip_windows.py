@@ -17,9 +17,8 @@ import msgspec
 
 from trinity.errors import UnsupportedModel
 from trinity.preprocess.libraries import how_to_install, library_version
-from trinity.preprocess.tokenizer_files import TEKKEN
+from trinity.preprocess.tokenizer_files import TEKKEN, WRITER
 
-_WRITER = "mistral-common"
 _BEGIN = "[BEGIN_AUDIO]"  # that the package puts in front of each clip
 
 
@@ -133,7 +132,7 @@ def take_text_too(processor: Any, model_dir: Path) -> Any:
     except msgspec.MsgspecError as error:
         raise UnsupportedModel(f"{named} {TEKKEN} does not say how they become tokens ({error})") from error
     if not processor.tokenizer.chat_template:
-        if library_version(_WRITER):
-            raise UnsupportedModel(f"{named} {_WRITER} writes no template of {TEKKEN}; give a chat_template.jinja")
-        raise UnsupportedModel(f"{named} {_WRITER}, which writes them, is not installed: {how_to_install(_WRITER)}")
+        if library_version(WRITER):
+            raise UnsupportedModel(f"{named} {WRITER} writes no template of {TEKKEN}; give a chat_template.jinja")
+        raise UnsupportedModel(f"{named} {WRITER}, which writes them, is not installed: {how_to_install(WRITER)}")
     return ClipWindows(processor, audio)

@@ -2,7 +2,8 @@
 
 What counts as one, and what becomes of it, is as in transformers' ``apply_chat_template(sanitize_control_tokens=True)``
 (5.23): special tokens, and added ones that the chat template writes. Beyond it, keys of mappings are covered, and texts
-that only a template joins to such a token are refused (decision 0065).
+that only a template joins to such a token are refused (decision 0065). With the tokenizer of a tekken.json it becomes
+what mistral-common makes of it (decision 0107).
 """
 
 from __future__ import annotations
