@@ -7,9 +7,11 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import shutil
 import sys
 from collections.abc import Iterator, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import jsonschema  # type: ignore[import-untyped]
@@ -26,7 +28,7 @@ from support.recordings import copy_of, oracle, serve
 from support.request_cases import BUDGET, TEXT, red
 from trinity.core.logits_processors import register_logits_processor
 from trinity.core.scheduler import BatchRules
-from trinity.errors import RequestError, StageError
+from trinity.errors import RequestError
 from trinity.pipeline import Pipeline
 from trinity.remote.fork_client import kept_launcher
 from trinity.request import Output, Request, Sampling, Structured
@@ -61,6 +63,7 @@ TREE = {
 }
 DATE = {"type": "object", "properties": {"day": {"type": "string", "format": "date"}}, "required": ["day"]}
 DATE["additionalProperties"] = False  # type: ignore[assignment]
+VOCABULARY = 356  # tokens of the model
 SCHEMAS: list[dict[str, Any]] = [THING, TREE, DATE]
 TIGHT: dict[str, Any] = {"pools": {"image": 9, "kv": 64}, "image_block_size": 7, "kv_block_size": 4}
 SMALL_STEPS = BatchRules(token_budget=BUDGET)
@@ -161,8 +164,15 @@ async def test_ends_limits_stop_strings_and_other_rules_hold() -> None:
         with pytest.raises(RequestError, match="no token that can begin"):
             await output(Structured(regex="a"), suppress_tokens=range(350))
         first = await asyncio.to_thread(letter, "a")
-        with pytest.raises(StageError, match=r"suppressed|grammar"):  # nothing is left of it behind its first token
-            await output(Structured(regex="a!"), suppress_tokens=[each for each in range(350) if each != first])
+        banned = [each for each in range(350) if each != first]  # nothing is left of it behind its first token
+        with pytest.raises(
+            RequestError, match=r"token 1 of the output: suppress_tokens .* that the regex allows"
+        ) as no:
+            await output(Structured(regex="a!"), suppress_tokens=banned)
+        assert type(no.value) is RequestError
+        plain = Sampling(temperature=0.0, begin_suppress_tokens=tuple(range(VOCABULARY)))
+        with pytest.raises(RequestError, match=r"token 0 of the output: begin_suppress_tokens.* ban all tokens"):
+            await pipe.complete(Request("Say", sampling=plain))
         with pytest.raises(RequestError, match="uniqueItems"):
             await output(Structured(json_schema={"uniqueItems": True}))
         await pipe.wait_idle()
@@ -174,6 +184,33 @@ async def test_ends_limits_stop_strings_and_other_rules_hold() -> None:
     assert len(drawn.token_ids) > 10
     assert len(drawn.top_logprobs) == len(drawn.token_ids)
     assert re.fullmatch("[a-z]{3,40}", lower.text)
+
+
+async def test_bans_of_the_generation_config_refuse_their_own_request_amid_a_grammar(tmp_path: Path) -> None:
+    """In processes too; what was asked for beside it comes as it does alone."""
+    first, directory = await asyncio.to_thread(letter, "a"), tmp_path / "banning"
+    await asyncio.to_thread(shutil.copytree, checkpoint("llava"), directory)
+    banned = {"suppress_tokens": [each for each in range(VOCABULARY) if each != first]}
+    await asyncio.to_thread((directory / "generation_config.json").write_text, json.dumps(banned))
+    form = Structured(regex="a{1,3}!")
+    for hosting in ("thread", "process"):
+        async with Pipeline(directory, "EP+D", dtype="float32", hosting=hosting) as pipe:
+
+            async def output(**sampling: Any) -> Output:
+                return await pipe.complete(Request("Say", max_tokens=8, sampling=Sampling.greedy(**sampling)))
+
+            alone = await output(structured=form)
+            refused, beside = await asyncio.gather(
+                pipe.complete(Request("Say", max_tokens=8, sampling=Sampling(structured=form))),
+                output(structured=form),
+                return_exceptions=True,
+            )
+            await pipe.wait_idle()
+        assert type(refused) is RequestError
+        assert re.search(r"token 3 of the output: suppress_tokens .*generation config.* the regex allows", str(refused))
+        assert isinstance(beside, Output)
+        assert (beside.text, beside.finish_reason) == (alone.text, "stop")
+        assert re.fullmatch("a{1,3}!", alone.text)
 
 
 @cache

@@ -5,16 +5,19 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import shutil
 import sys
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from support.checkpoint_files import checkpoint
 from trinity.errors import RequestError
@@ -225,6 +228,33 @@ def test_a_form_that_only_banned_tokens_can_begin_is_refused() -> None:
         asyncio.run(ask_all())
     finally:
         processor.close()
+
+
+def test_bans_of_the_generation_config_count_at_the_door(tmp_path: Path) -> None:
+    """Where the request says nothing; an empty value in it leaves them out."""
+    directory = Path(shutil.copytree(checkpoint("llama"), tmp_path / "banning"))
+    load: Any = AutoTokenizer.from_pretrained(directory)  # type: ignore[no-untyped-call]
+    yes, no = (load.convert_tokens_to_ids(letter) for letter in "YN")
+    form = Structured(regex="Y+|N+")
+
+    async def ask(processor: RequestProcessor) -> None:
+        with pytest.raises(RequestError, match="generation config may set"):
+            await processor.aprocess(Request("a", sampling=Sampling(structured=form)))
+        await processor.aprocess(Request("a", sampling=Sampling.greedy(structured=form)))
+        await processor.aprocess(Request("a", sampling=Sampling(structured=Structured(regex="Y+|N+|M"))))
+
+    for banned in (
+        {"suppress_tokens": [yes, no]},
+        {"begin_suppress_tokens": [yes, no]},
+        {"bad_words_ids": [[yes], [no]]},
+        {"suppress_tokens": [yes], "bad_words_ids": [[no]]},
+    ):
+        (directory / "generation_config.json").write_text(json.dumps(banned))
+        processor = RequestProcessor(directory)
+        try:
+            asyncio.run(ask(processor))
+        finally:
+            processor.close()
 
 
 def test_tokens_that_a_model_never_writes_are_those_of_its_images_codes() -> None:

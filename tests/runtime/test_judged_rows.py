@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trinity.core.messages import Prefill, Sampled, Step, Stepped
+from trinity.core.messages import Failure, Prefill, Sampled, Step, Stepped
+from trinity.errors import RequestError
 from trinity.runtime.lane import Lane
 from trinity.stages.base import FailedSample
 from trinity.timeline import Timeline
@@ -72,6 +73,26 @@ def test_a_stage_may_say_that_a_row_has_failed(kind: type[Counting]) -> None:
     assert answer.failed["bad"].error == "StageError"
     assert "its own fault" in answer.failed["bad"].message
     assert stage.steps == 1
+
+
+@pytest.mark.parametrize("kind", [Counting, Launching])
+def test_a_row_that_its_own_rules_left_no_token_is_refused(
+    kind: type[Counting], caplog: pytest.LogCaptureFixture
+) -> None:
+    """By a ``RequestError``, and no stage's; a client may ask for it often, and logs no error."""
+    stage = kind(lambda found: found | {"bad": FailedSample(-1, why="banned", refused=True)})
+    answer = run(STEP, stage)
+    assert answer.sampled == {"good": Sampled(1)}
+    assert answer.failed == {"bad": Failure("RequestError", "banned")}
+    assert [each for each in caplog.records if each.levelname == "ERROR"] == []
+
+
+def test_a_stage_that_raises_a_request_error_has_failed() -> None:
+    class Raising(Counting):
+        def forward(self, step: Step) -> Any:
+            raise RequestError("its own idea")
+
+    assert {each.error for each in run(STEP, Raising(None)).failed.values()} == {"StageError"}
 
 
 @pytest.mark.parametrize("kind", [Counting, Launching])

@@ -265,6 +265,24 @@ def test_a_processor_that_fails_fails_its_own_request_at_once(kind: str) -> None
     assert ids(found["good"]) == Solo().serve(work("good"), 5)
 
 
+def test_bans_amid_a_grammar_refuse_their_own_request() -> None:
+    """All tokens that may follow "7" are banned; a request beside it says what it says alone."""
+    load: Any = AutoTokenizer.from_pretrained(checkpoint("llama"))  # type: ignore[no-untyped-call]
+    seven = load.convert_tokens_to_ids("7")
+    banned = tuple(each for each in range(len(load)) if each != seven)
+    asked = structured_work("s", "regex:7+x", suppress_tokens=banned)
+    limited = structured_work("bad", "regex:7x", suppress_tokens=banned)
+    found = served(Solo(), [limited, work("good"), asked], 4)
+    first, wrong = found["bad"]
+    assert first.token == seven
+    assert isinstance(wrong, FailedSample)
+    assert wrong.refused
+    assert "suppress_tokens" in wrong.why
+    assert "the regex allows" in wrong.why
+    assert ids(found["good"]) == Solo().serve(work("good"), 5)
+    assert ids(found["s"]) == [seven] * 5
+
+
 @pytest.mark.usefixtures("hooks")
 def test_a_processor_changes_its_row_by_prompt_and_output() -> None:
     found = served(Solo(), [work("a", logits_processor="favour"), work("b")], 3)

@@ -212,8 +212,9 @@ def check_begin(structured: str, directory: Path, banned: Collection[int]) -> No
         return
     raise GrammarProblem(
         f"{GRAMMAR_KINDS[split_grammar(structured)[0]]} is refused: no token that can begin such an output may be "
-        "drawn; take one of them out of suppress_tokens, begin_suppress_tokens or bad_words_ids, and ask for no text "
-        "of an image's tokens, which this model never writes"
+        "drawn; take one of them out of suppress_tokens, begin_suppress_tokens or bad_words_ids, which the "
+        "checkpoint's generation config may set too (an empty value in the request leaves them out), and ask for no "
+        "text of an image's tokens, which some models never write"
     )
 
 

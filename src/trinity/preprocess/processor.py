@@ -159,7 +159,7 @@ class RequestProcessor:
 
         Raises ``ClosedError`` after ``close()``, and the errors of ``process``.
         """
-        checked = await self.sampling_door.admit(check_request(request), self._stop_ids)
+        checked = await self.sampling_door.admit(check_request(request), self._stop_ids, self.defaults)
         name = checked.request_id
         parsed = await self._run(name, self._begin, self._admit(checked))
         if isinstance(parsed, ProcessedRequest):

@@ -10,6 +10,7 @@ from typing import Any
 
 from trinity.core.logits_processors import find_logits_processor
 from trinity.errors import ClosedError, ConfigError, RequestError, own_errors
+from trinity.preprocess.generation_config import GenerationDefaults
 from trinity.preprocess.grammar_trials import GrammarTrials
 from trinity.preprocess.grammars import GrammarProblem, check_begin, check_installed, join_grammar, list_unwritten
 from trinity.request import Request, Sampling
@@ -31,8 +32,10 @@ class SamplingDoor:
         self._trials = GrammarTrials(directory)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="trinity-sampling-door")  # starts with the first check
 
-    async def admit(self, request: Request, find_stop_ids: FindStopIds) -> Request:
+    async def admit(self, request: Request, find_stop_ids: FindStopIds, defaults: GenerationDefaults) -> Request:
         """Return a checked request whose sampling can serve; ``find_stop_ids`` lists tokens that end its output.
+
+        ``defaults``: of the checkpoint, which may ban tokens where the request says nothing.
 
         Raises ``RequestError`` (``Overloaded`` where too many grammars are being tried, or the host is too busy), or
         ``ClosedError`` after ``close()``.
@@ -50,7 +53,7 @@ class SamplingDoor:
                 if sampling.structured is not None:
                     check_ends(sampling, find_stop_ids)
                     await self._try(join_grammar(sampling.structured), request.request_id)
-                    await self._check_begin(join_grammar(sampling.structured), sampling)
+                    await self._check_begin(join_grammar(sampling.structured), defaults.complete(sampling, 0))
         except (ConfigError, GrammarProblem) as problem:
             raise RequestError(str(problem), request.request_id) from problem
         return request

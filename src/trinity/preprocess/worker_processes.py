@@ -240,7 +240,7 @@ class KillableProcessor(RequestProcessor):
 
     async def aprocess(self, request: Request) -> ProcessedRequest:
         """Process a request in one of the processes. Raises ``ClosedError``, and the errors of ``process``."""
-        checked = self._admit(await self.sampling_door.admit(check_request(request), self._stop_ids))
+        checked = self._admit(await self.sampling_door.admit(check_request(request), self._stop_ids, self.defaults))
         question = _Question(checked.request_id)
         fetched = await self._fetch(checked, checked.all_media())
         checked = msgspec.structs.replace(checked, images=(), media=fetched)

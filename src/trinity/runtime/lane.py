@@ -19,6 +19,7 @@ from trinity.runtime.cpu_affinity import pin_thread
 from trinity.runtime.cuda_stream import LaneStream
 from trinity.runtime.step_rows import (
     LARGEST_VOCABULARY,
+    NoTokenLeft,
     check_complete,
     describe_rows,
     leave_out,
@@ -308,8 +309,10 @@ class Lane:
         found = {} if found is None else found
         try:
             return check_complete(step, found, self._vocabulary), {}
-        except Exception:  # a foreign object may raise anything when it is looked at
-            logger.exception("step %d of %s returned what is no token for some row", step.id, self.name)
+        except Exception as error:  # a foreign object may raise anything when it is looked at
+            shown = not isinstance(error, NoTokenLeft)
+            level = logging.ERROR if shown else logging.INFO
+            logger.log(level, "step %d of %s has no token for some row", step.id, self.name, exc_info=shown)
         self._suspicious = True
         sampled: dict[str, Sampled] = {}
         failed: dict[str, Failure] = {}
@@ -326,6 +329,8 @@ class Lane:
         return {list_requests(rows)[0]: self._describe_failure(rows, error) for rows in split_by_request(step)}
 
     def _describe_failure(self, rows: Step, error: BaseException) -> Failure:
+        if isinstance(error, NoTokenLeft):
+            return Failure("RequestError", str(error))
         text = f"{name_stages(rows)} on {self.instance} raised {describe_error(error)}"
         return Failure("StageError", text, {"stage": name_letters(rows)})
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from trinity.core.messages import Sampled, Step
-from trinity.errors import StageError
+from trinity.errors import RequestError, StageError
 from trinity.errors.arguments import show
 from trinity.stages.base import FailedSample
 
@@ -13,16 +13,21 @@ SAMPLED_ONLY = {Sampled}
 LARGEST_VOCABULARY = 1 << 31
 
 
+class NoTokenLeft(RequestError):
+    """A request's own rules left it no token (``FailedSample.refused``): no stage is at fault."""
+
+
 def check_sampled(sampled: dict[str, Sampled]) -> dict[str, Sampled]:
     """Check what a stage returned. Raises ``TypeError`` if it is not a dict of ``Sampled`` by request.
 
-    Raises ``StageError`` for a ``FailedSample``, which says why.
+    Raises ``StageError`` for a ``FailedSample``, which says why, or ``NoTokenLeft`` for one that is refused.
     """
     kinds = set(map(type, sampled.values())) if isinstance(sampled, dict) else {type(sampled)}
     if not all(issubclass(kind, Sampled) for kind in kinds):
         raise TypeError(f"Stage.forward() must return a dict of Sampled by request, got {show(sampled)}")
     if FailedSample in kinds:
-        raise StageError(next(one.why for one in sampled.values() if isinstance(one, FailedSample)))
+        failed = next(one for one in sampled.values() if isinstance(one, FailedSample))
+        raise (NoTokenLeft if failed.refused else StageError)(failed.why)
     return sampled
 
 

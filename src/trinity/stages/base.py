@@ -15,9 +15,13 @@ if TYPE_CHECKING:
 
 
 class FailedSample(Sampled, frozen=True):
-    """Stands in place of a row's token where that request alone has failed: ``why``, for its error."""
+    """Stands in place of a row's token where that request alone has failed: ``why``, for its error.
+
+    ``refused`` (False): nothing failed, but what the request asks for cannot be: its error is a ``RequestError``.
+    """
 
     why: str = ""
+    refused: bool = False
 
 
 @runtime_checkable

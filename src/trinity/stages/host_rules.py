@@ -22,7 +22,7 @@ from trinity.core.logits_processors import LogitsProcessor, find_logits_processo
 from trinity.core.messages import Work
 from trinity.errors import ConfigError, StageError, describe_error
 from trinity.errors.arguments import show
-from trinity.preprocess.grammars import GrammarCompiler, compiler_of
+from trinity.preprocess.grammars import GRAMMAR_KINDS, GrammarCompiler, compiler_of, split_grammar
 from trinity.stages.uploads import upload
 
 SLOWEST_MASK_S = 0.25  # of CPU time: a request whose grammar needs more has failed, since others wait for it
@@ -85,13 +85,18 @@ def _set_bits(bits: np.ndarray, tokens: Collection[int], value: bool) -> np.ndar
 
 @dataclass(slots=True)
 class HostRules:
-    """Rules of one request. ``problem``: why they cannot be followed; its first token says so."""
+    """Rules of one request.
+
+    ``form``: what rules its output, such as "the regex". ``problem``: why rules cannot be followed; its first token
+    says so.
+    """
 
     prompt: tuple[int, ...]
     name: str = ""
     processor: LogitsProcessor | None = None
     grammar: GrammarState | None = None
     problem: str = ""
+    form: str = ""
 
     def process(self, outputs: Sequence[int], logits: Tensor) -> Tensor:
         """Return what the processor makes of a copy of the row, float32 [vocabulary]. Raises ``StageError``."""
@@ -120,6 +125,7 @@ def make_host_rules(work: Work, directory: Path) -> HostRules | None:
             rules.processor = find_logits_processor(sampling.logits_processor)
         if sampling.structured:
             compiler = compiler_of(directory)
+            rules.form = GRAMMAR_KINDS[split_grammar(sampling.structured)[0]]
             rules.grammar = GrammarState(compiler.compile(sampling.structured), compiler, work.stop_ids)
     except ConfigError as error:
         rules.problem = str(error)
@@ -132,11 +138,13 @@ class RuledRows:
 
     - ``logits``: of all rows. ``failed``: why a row's rules could not be followed, by its number.
     - ``complete``: numbers of rows that may only end.
+    - ``forms``: what rules the outputs of rows that a grammar rules.
     """
 
     logits: Tensor
     failed: dict[int, str] = field(default_factory=dict)
     complete: set[int] = field(default_factory=set)
+    forms: dict[int, str] = field(default_factory=dict)
 
 
 def apply_host_rules(logits: Tensor, asked: Sequence[tuple[int, HostRules, list[int]]]) -> RuledRows:
@@ -154,6 +162,7 @@ def apply_host_rules(logits: Tensor, asked: Sequence[tuple[int, HostRules, list[
             if rules.grammar is not None:
                 masks[row], ends = rules.grammar.find_allowed(outputs)
                 made.complete |= {row} if ends else set()
+                made.forms[row] = rules.form
             if rules.processor is not None:
                 made.logits[row] = rules.process(outputs, made.logits[row])
         except Exception as error:

@@ -20,6 +20,7 @@ from trinity.stages.attention.backends import AUTO, make_backend
 from trinity.stages.attention.fp8 import find_spoilt, storage
 from trinity.stages.attention.interface import AttentionBackend
 from trinity.stages.attention.layer_progress import LayerProgressAttention, LayersCallback
+from trinity.stages.barred_rows import sample_open_rows
 from trinity.stages.base import FailedSample, PendingStep
 from trinity.stages.batch import NO_DECODES, Chunk, Decodes, build_batch
 from trinity.stages.cuda_graphs import GraphCache
@@ -30,7 +31,7 @@ from trinity.stages.open_request import OpenRequest
 from trinity.stages.open_states import OpenStates
 from trinity.stages.prefill_graphs import PrefillGraphs
 from trinity.stages.request_table import RequestTable
-from trinity.stages.sampler import Drawn, sample, sample_greedy
+from trinity.stages.sampler import Drawn, sample_greedy
 from trinity.stages.sampler_rows import HOST, LOOKS_BACK, SamplerBatch
 from trinity.stages.token_bans import HostTexts, lift_bans
 from trinity.stages.uploads import upload
@@ -278,14 +279,16 @@ class LanguageStage:
         if not rows.sampled:
             return {}
         table = self._requests
-        failed: dict[int, str] = {}
+        failed: dict[int, FailedSample] = {}
         if table.needs_of(rows.slots):
             batch = table.batch_samplers(rows.sampled, rows.slots, logits.device)
             texts = [table.text(rows.sampled[at]) for at in batch.find(LOOKS_BACK).tolist()]
             ruled = self._rule(rows, logits, batch)
-            bans, failed = lift_bans(batch.bans, ruled.complete), ruled.failed
             texts_there = HostTexts(texts, logits.device) if texts else None
-            sampled = sample(ruled.logits, replace(batch, bans=bans, texts=texts_there))
+            batch = replace(batch, bans=lift_bans(batch.bans, ruled.complete), texts=texts_there)
+            sampled, barred = sample_open_rows(ruled.logits, batch, ruled.forms)
+            failed = {at: FailedSample(-1, why=why, refused=True) for at, why in barred.items()}
+            failed |= {at: FailedSample(-1, why=why) for at, why in ruled.failed.items()}
         else:
             sampled = sample_greedy(logits)
         if self.observe is not None:
@@ -293,8 +296,8 @@ class LanguageStage:
             for row, index, scores in zip(rows.sampled, indexes, logits, strict=True):
                 self.observe(row.request, index, scores)
         table.commit(rows.sampled, sampled)
-        for at, why in failed.items():
-            sampled[at] = FailedSample(-1, why=why)
+        for at, one in failed.items():
+            sampled[at] = one
         return {row.request: one for row, one in zip(rows.sampled, sampled, strict=True)}
 
     def _rule(self, rows: StepRows, logits: Tensor, batch: SamplerBatch) -> RuledRows:
