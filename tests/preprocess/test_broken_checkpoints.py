@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 import trinity
 from support.checkpoint_files import checkpoint
 from trinity import commands
-from trinity.errors import ConfigError, TrinityError
+from trinity.errors import ConfigError, TrinityError, UnsupportedModel
 from trinity.preprocess.checkpoint import MOST_CONFIG_BYTES, count_tensors, read_config
 from trinity.preprocess.processor import RequestProcessor
 from trinity.stages.models import load_model
@@ -191,6 +191,24 @@ def test_trinity_check_says_in_a_line_what_cannot_be_loaded(
     assert found.out == ""
     assert found.err.startswith("trinity check: ")
     assert found.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("model", ["qwen2_vl", "any-lfm2_vl"])
+def test_trinity_check_makes_no_memory_for_weights_that_no_file_has(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nor does the proof of a type that nobody listed, as a pipeline has it run."""
+    directory = copy(model, tmp_path)
+    change(directory, {"text_config.intermediate_size": 1_000_000})
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert commands.main(["check", str(directory)]) == 2
+    found = capsys.readouterr()
+    assert "weights, and its files have no room for them" in found.err
+    assert found.err.count("\n") == 1
+    if model.startswith("any-"):
+        with pytest.raises(UnsupportedModel, match="its files have no room for them"):
+            RequestProcessor(directory)
+    assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) << 10 < MOST_MEMORY // 4
 
 
 class Harm:

@@ -132,6 +132,27 @@ def test_a_checkpoint_that_mixes_rows_is_refused_each_time() -> None:
         held.append(refused)
 
 
+@pytest.mark.parametrize("error", [RuntimeError("shape '[96, 0]' is invalid"), TypeError("no kernel")])
+def test_a_layer_that_its_library_cannot_run_is_refused_by_its_sizes(error: Exception) -> None:
+    class Packed(torch.nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            raise error
+
+    with pytest.raises(UnsupportedModel, match=r"Packed of 48 inputs and 96 outputs: .*layers of this size") as refused:
+        check_rows([Packed(48, 96)], None, torch.float32, CPU)
+    assert str(error) in str(refused.value)
+
+
+@pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError()])
+def test_a_host_without_memory_refuses_no_layer(error: Exception) -> None:
+    class Packed(torch.nn.Linear):
+        def forward(self, input: torch.Tensor) -> torch.Tensor:
+            raise error
+
+    with pytest.raises(type(error)):
+        check_rows([Packed(48, 96)], None, torch.float32, CPU)
+
+
 def test_the_head_is_checked_as_it_is_called() -> None:
     """With rows alone, where all other layers have a batch before them."""
 

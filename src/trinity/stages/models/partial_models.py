@@ -57,13 +57,32 @@ def make_partial_class(
                 _drop(model, adapter, part)
             return whole._load_pretrained_model(model, *given, **named)
 
-    # transformers renames weights by the class that it sees
-    Part.__name__, Part.__qualname__, Part.__module__ = (
-        whole.__name__,
-        whole.__qualname__,
-        whole.__module__,
-    )
+    _name_alike(Part, whole)
     return Part
+
+
+def load_whole(whole: Any, directory: Path, **settings: Any) -> tuple[Any, Any]:
+    """Load a checkpoint's whole model as ``whole.from_pretrained`` does; returns it and what was missing.
+
+    Raises ``ConfigError`` before any weight is made where the files have no room for those of the config.
+    """
+
+    class Checked(whole):  # type: ignore[misc]
+        def __init__(self, *given: Any, **named: Any) -> None:
+            super().__init__(*given, **named)
+            check_elements(directory, sum(each.numel() for each in self.parameters()))
+
+    _name_alike(Checked, whole)
+    model, report = Checked.from_pretrained(
+        directory, local_files_only=True, trust_remote_code=False, output_loading_info=True, **settings
+    )
+    model.__class__ = whole
+    return model, report
+
+
+def _name_alike(kind: Any, whole: Any) -> None:
+    """Name a class as another: transformers renames weights by the class that it sees."""
+    kind.__name__, kind.__qualname__, kind.__module__ = whole.__name__, whole.__qualname__, whole.__module__
 
 
 def _drop(model: Any, adapter: ModelAdapter, part: str) -> None:

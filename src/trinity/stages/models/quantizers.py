@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from trinity.errors import UnsupportedModel
+from trinity.errors import UnsupportedModel, describe_error
 from trinity.memory.weight_digests import list_weight_files
 from trinity.preprocess.checkpoint import list_sizes
 from trinity.stages.kernels.swaps import is_altered
@@ -203,8 +203,7 @@ def check_rows(modules: list[Any], head: Any, dtype: torch.dtype, device: torch.
             continue
         rows = torch.randn((1, 3, width), generator=torch.Generator().manual_seed(7)).to(device, dtype)
         rows[0, 2] *= _LOUD
-        alone = module(rows[:, :1])[0, 0].float()
-        beside = (module(rows[0])[0] if module is head else module(rows)[0, 0]).float()
+        alone, beside = _run_layer(module, rows, batched=module is not head)
         error = float((alone - beside).abs().mean() / alone.abs().mean().clamp(min=1e-30))
         if not error <= _MIXED.get(dtype, _MIXED_HALF):
             raise UnsupportedModel(
@@ -212,6 +211,23 @@ def check_rows(modules: list[Any], head: Any, dtype: torch.dtype, device: torch.
                 "another row: tokens would depend on what else runs. Give a checkpoint whose activations have a "
                 "scale for each token, or none"
             )
+
+
+def _run_layer(module: Any, rows: Tensor, *, batched: bool) -> tuple[Tensor, Tensor]:
+    """Run a layer on the first of ``rows`` [1, n, width] alone, and beside the others.
+
+    Raises ``UnsupportedModel`` if its library cannot.
+    """
+    try:
+        alone = module(rows[:, :1])[0, 0].float()
+        beside = (module(rows)[0, 0] if batched else module(rows[0])[0]).float()
+    except (MemoryError, torch.OutOfMemoryError):  # of this host or device, which says nothing of the layer
+        raise
+    except Exception as error:
+        sizes = f"{rows.shape[-1]} inputs and {getattr(module, 'out_features', 'other')} outputs"
+        said = f"its library cannot run a quantised layer ({type(module).__name__} of {sizes}: {describe_error(error)})"
+        raise UnsupportedModel(f"{said}; give a checkpoint whose layers of this size are not quantised") from error
+    return alone, beside
 
 
 def list_held_tensors(model: Any) -> Iterator[Tensor]:

@@ -21,7 +21,7 @@ from trinity.stages.models.banned_logits import set_aside
 from trinity.stages.models.base import HEAD_FIELDS, ModelAdapter
 from trinity.stages.models.generic import FORWARD, below_head, find_text
 from trinity.stages.models.loader import quiet
-from trinity.stages.models.partial_models import find_model_class, list_towers
+from trinity.stages.models.partial_models import find_model_class, list_towers, load_whole
 from trinity.stages.models.states import StateLayout
 from trinity.stages.proof.prompts import ProofPrompt, image_beside, text_alone
 from trinity.stages.proof.reference import PROOF_OUTPUTS, SHORT_OUTPUTS, Expected, Reference, find_media
@@ -58,7 +58,10 @@ class Subject:
 
     @classmethod
     def load(cls, directory: Path, make_adapter: Any) -> Subject:
-        """Load the whole model in float32, all in this process. Raises ``Differs`` if it lacks weights."""
+        """Load the whole model in float32, all in this process. Raises ``Differs`` if it lacks weights.
+
+        Raises ``ConfigError`` if its files have no room for the weights of its config.
+        """
         config = read_config(directory)
         if (directory / _ADAPTER).is_file():
             said = (
@@ -69,14 +72,7 @@ class Subject:
         refuse_structure(config, kind)
         try:
             with quiet():
-                model, report = kind.from_pretrained(
-                    directory,
-                    config=config,
-                    dtype=torch.float32,
-                    local_files_only=True,
-                    trust_remote_code=False,
-                    output_loading_info=True,
-                )
+                model, report = load_whole(kind, directory, config=config, dtype=torch.float32)
         except ImportError as error:
             raise Differs("libraries", f"its class asks for one that is not installed: {error!s:.160}") from error
         except RuntimeError as error:
