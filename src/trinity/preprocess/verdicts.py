@@ -117,6 +117,11 @@ class ProofPart(msgspec.Struct, frozen=True):
     said: str
     spared: bool = False
 
+    @property
+    def fault(self) -> str:
+        """Words for what is wrong with a part that failed, behind its name."""
+        return "cannot be followed" if self.name.startswith("model's own") else "differ from the model's own"
+
 
 class ProofVerdict(msgspec.Struct, frozen=True, kw_only=True):
     """Outcome of a proof.
@@ -165,7 +170,7 @@ def require_facts(directory: Path, model_type: str) -> MediaFacts:
     if verdict.failed is not None:
         raise UnsupportedModel(
             f"the multimodal {model_type!r} has no adapter, and its self-check found that the {verdict.failed.name} "
-            f"differ from the model's own: {verdict.failed.said}. Run python -m trinity.check {directory} for all of it"
+            f"{verdict.failed.fault}: {verdict.failed.said}. Run python -m trinity.check {directory} for all of it"
         )
     if not verdict.facts.media_tokens.keys() & set(verdict.serves):
         raise UnsupportedModel(f"the self-check of the multimodal {model_type!r} proved no media")

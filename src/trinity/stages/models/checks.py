@@ -25,6 +25,7 @@ from trinity.stages.models.generic import GenericAdapter
 from trinity.stages.models.held_rows import PromptTurn, bounds_steps, without_bounds
 from trinity.stages.models.indexers import choosing_few
 from trinity.stages.models.loaded_model import LoadedModel
+from trinity.stages.models.own_faults import explain_no_numbers
 from trinity.stages.models.registry import HOW_TO_ADD, known_models
 from trinity.stages.models.state_probe import STATE_KINDS, STATELESS_KINDS, list_layer_kinds
 from trinity.stages.models.states import StateLayout, StateStep
@@ -116,6 +117,8 @@ def self_check(model: LoadedModel) -> None:
         raise UnsupportedModel(
             f"{named} is not known to be exact, and its self-check failed: {type(exc).__name__}: {exc}. {_advice()}"
         ) from exc
+    if said := explain_no_numbers(exact, model.language):
+        raise UnsupportedModel(f"{named} has logits of its own that nothing can be compared with: {said}")
     if error > allowed:
         raise UnsupportedModel(
             f"{named} is not known to be exact, and through a paged cache its logits are {error:.2g} off. {_advice()}"

@@ -111,10 +111,16 @@ def load_model(
         _check_unchanged(directory, files, _fingerprint(directory, kind) == fingerprint)
         model = LoadedModel(directory, letters, config, adapter, kind, place, fingerprint, **held, files=files)
         model = _survey(model)
-        if not known and model.language is not None and not getattr(model.language, "trinity_checked", False):
-            self_check(model)
-            model.language.trinity_checked = True
+        if not known and model.language is not None:
+            check_once(model)
     return model
+
+
+def check_once(model: LoadedModel) -> None:
+    """Run the self-check of a model's text part, if nobody has. Raises ``UnsupportedModel`` if it does not agree."""
+    if not getattr(model.language, "trinity_checked", False):
+        self_check(model)
+        model.language.trinity_checked = True
 
 
 def _survey(model: LoadedModel) -> LoadedModel:

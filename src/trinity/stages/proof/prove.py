@@ -98,9 +98,11 @@ def _prove_images(subject: Subject, _: MediaFacts) -> Iterator[tuple[ProofPart, 
     count = int(expected[0].find(facts.image_token_id).sum())
     yield ProofPart("processor", True, f"loads, and expands an image to {count} tokens"), facts
     facts = _find_features(subject, facts, prompts[0], expected[0])
-    facts = _find_joined(subject, facts, (expected[0], other))
+    causal = _has_causal_encoder(subject)
+    if not (facts.in_front or causal):
+        facts = _find_joined(subject, facts, (expected[0], other))
     why = _refuses_several(subject, facts, prompts[1], expected[1])
-    if not why and subject.takes_several and _has_causal_encoder(subject):
+    if not why and subject.takes_several and causal:
         why = _refuses_several(subject, facts, square_beside(), subject.expect(square_beside(), outputs=1))
     if why:
         yield ProofPart("several images", False, why, spared=True), facts
@@ -349,11 +351,9 @@ def prove_logits(subject: Subject, facts: MediaFacts, prompt: ProofPrompt, expec
 def _find_joined(subject: Subject, facts: MediaFacts, alone: Sequence[Expected]) -> MediaFacts:
     """Find out whether two images of one size give the same features in one batch as each ``alone`` by its own.
 
-    Those that stand in front of a prompt, one in each, are encoded each by itself: beside them may be its text. So are
-    those of a causal encoder.
+    Not asked of those that stand in front of a prompt, one in each, which are encoded each by itself: beside them may
+    be its text. Nor of those of a causal encoder.
     """
-    if facts.in_front or _has_causal_encoder(subject):
-        return facts
     prompt = ProofPrompt("two images", three_images().messages[-1:], (*one_image().images, *one_image(seed=1).images))
     joined = msgspec.structs.replace(facts, joined=True)
     try:

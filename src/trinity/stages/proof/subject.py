@@ -21,6 +21,7 @@ from trinity.stages.models.banned_logits import set_aside
 from trinity.stages.models.base import HEAD_FIELDS, ModelAdapter
 from trinity.stages.models.generic import FORWARD, below_head, find_text
 from trinity.stages.models.loader import quiet
+from trinity.stages.models.own_faults import explain_no_numbers
 from trinity.stages.models.partial_models import find_model_class, list_towers, load_whole
 from trinity.stages.models.states import StateLayout
 from trinity.stages.proof.prompts import ProofPrompt, image_beside, text_alone
@@ -214,10 +215,13 @@ class Subject:
         return next((child[0] for child in children if isinstance(child, torch.nn.ModuleList)), self.language)
 
     def expect(self, prompt: ProofPrompt, outputs: int = PROOF_OUTPUTS) -> Expected:
-        """Run the model's own route to so many tokens. Raises ``Differs`` if it does not run at all."""
+        """Run the model's own route to so many tokens. Raises ``Differs`` if it does not run, or to no numbers."""
         try:
             marker = self.image_markup[1] if prompt.images else ""
-            return self.reference.expect(prompt, marker, self._noted, outputs)
+            found = self.reference.expect(prompt, marker, self._noted, outputs)
+            if said := explain_no_numbers(found.logits, self.model):
+                raise Differs("model's own logits", said)
+            return found
         except Differs:
             raise
         except Exception as error:
