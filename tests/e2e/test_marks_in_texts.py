@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from support.checkpoint_files import checkpoint
+from support.picture_pages import PNG
 from support.recordings import serve
 from support.stage_driver import picture
 from trinity.core.scheduler import BatchRules
@@ -25,6 +26,32 @@ from trinity.stages.proof.subject import Subject
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")
 OUTPUTS = 6
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.xdist_group("front-kosmos-2")
+def test_kosmos_is_asked_for_a_grounded_text_by_who_is_trusted_alone() -> None:
+    """``<grounding>`` and its kin are added tokens, and not special: they are marks that a program writes."""
+    import transformers
+
+    directory = checkpoint("any-kosmos-2")
+    if find_verdict(directory) is None:
+        assert (failed := prove(directory).failed) is None, f"{failed}"
+    open_processor: Any = transformers.AutoProcessor.from_pretrained
+    own = open_processor(directory, backend="pil")
+    processor = RequestProcessor(directory)
+    try:
+        for text in ("<grounding>An image of", "<grounding><phrase>a boat</phrase><object>", "a <patch_index_0003>"):
+            trusted = Request(f"<image>{text}", images=[picture(1)])
+            wanted = own(text=text, images=picture(1), return_tensors="pt")["input_ids"][0].tolist()
+            assert list(processor.process(trusted).work.prompt) == wanted
+            with pytest.raises(RequestError, match="special tokens of this model") as refused:
+                processor.process(msgspec.structs.replace(trusted, untrusted=True, images=[PNG]))
+            assert not isinstance(refused.value, BadMedia)
+        asked = Request("<image>An image of < grounding >", images=[PNG], untrusted=True)
+        assert processor.process(asked).work.prompt
+    finally:
+        processor.close()
 
 
 @pytest.mark.slow

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import inspect
+import json
+import re
+import shutil
 from contextlib import closing, suppress
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from support.checkpoint_files import checkpoint
 from support.stage_driver import picture, processor_of
@@ -297,6 +301,50 @@ def test_a_text_that_the_normalizer_makes_a_token_is_refused() -> None:
     assert hidden.split(hidden.hide("a <end>"))[1] == "<end>"
     with pytest.raises(PromptProblem, match="as it is normalized"):
         hidden.hide("a ＜end＞")
+
+
+MARKS = ("<grounding>", "</doc>", "<patch_index_0007>", " <phrase> ", "[INST]", "|||EMAIL|||", "__de__", "<|fim|>")
+NO_MARKS = ("COVID-19", "C++", "@user", "##ing", "...", " ", "\n\n", "😀", "<", "'s", "naïve")
+
+
+def test_added_marks_of_a_model_without_a_template_are_control_tokens_and_added_words_are_none() -> None:
+    """A template tells by what it writes, as in transformers; where there is none, the token's own looks do."""
+    backend = Tokenizer(models.WordLevel({"<unk>": 0}, unk_token="<unk>"))
+    backend.add_special_tokens(["<s>"])
+    backend.add_tokens([*MARKS, *NO_MARKS])
+    make: Any = PreTrainedTokenizerFast
+    tokenizer = make(tokenizer_object=backend)
+    assert set(ControlTokens(tokenizer, []).texts) == {"<s>", *MARKS}
+    assert set(ControlTokens(tokenizer, ["{{ '[INST]' }}C++"]).texts) == {"<s>", "[INST]", "C++"}
+
+
+@pytest.mark.parametrize(
+    "text", ["<grounding> A boat", "A <grounding>boat</phrase>", "COVID-19 <grou<grounding>nding>"]
+)
+def test_a_strangers_text_has_no_added_token_of_a_model_without_a_template(text: str, tmp_path: Path) -> None:
+    """It is tokenized in pieces as if the mark had never been added; a trusted one is as transformers has it."""
+    directory = Path(shutil.copytree(checkpoint("llama"), tmp_path / "marks"))
+    (directory / "chat_template.jinja").unlink()
+    load: Any = AutoTokenizer.from_pretrained
+    without, marked = load(directory), load(directory)
+    without.add_tokens(["COVID-19"])
+    marked.add_tokens(["COVID-19", "</phrase>", "<grounding>"])
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, "vocab_size": config["vocab_size"] + 8}))
+    marked.save_pretrained(directory)
+    assert not (directory / "chat_template.jinja").exists()
+    pieces = re.split("(<grounding>|</phrase>)", text)
+    plain = [number for piece in pieces if piece for number in without(piece, add_special_tokens=False)["input_ids"]]
+    with closing(RequestProcessor(directory)) as processor:
+        trusted, stranger = (
+            list(processor.process(Request(text, untrusted=untrusted)).work.prompt) for untrusted in (False, True)
+        )
+    assert trusted == marked(text)["input_ids"]
+    ends = without("")["input_ids"]
+    assert stranger == [*ends, *plain]
+    added = set(marked.convert_tokens_to_ids(["</phrase>", "<grounding>"]))
+    assert added & set(trusted)
+    assert not added & set(stranger)
 
 
 def test_markup_that_a_text_may_not_have_is_what_is_checked() -> None:

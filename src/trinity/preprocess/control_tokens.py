@@ -1,8 +1,9 @@
 """Control tokens in a user's texts: hidden while the chat template runs, then tokenized as plain text.
 
 What counts as one, and what becomes of it, is as in transformers' ``apply_chat_template(sanitize_control_tokens=True)``
-(5.23): special tokens, and added ones that the chat template writes. Beyond it, keys of mappings are covered, and texts
-that only a template joins to such a token are refused (decision 0065). With the tokenizer of a tekken.json it becomes
+(5.23): special tokens, and added ones that the chat template writes; of a model without one, which tells nothing, added
+ones that are marks, as Kosmos-2's ``<grounding>`` is. Beyond it, keys of mappings are covered, and texts that only a
+template joins to such a token are refused (decision 0065). With the tokenizer of a tekken.json it becomes
 what mistral-common makes of it (decision 0107).
 """
 
@@ -12,6 +13,7 @@ import re
 import secrets
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar, cast
 
 from trinity.preprocess.prompt_problem import PromptProblem
@@ -34,7 +36,8 @@ class ControlTokens:
 
     def __init__(self, tokenizer: Any, templates: Collection[str], reserved: Collection[str] = ()) -> None:
         added = list(tokenizer.added_tokens_decoder.values())
-        named = {each.content for each in added if each.special or _is_written(each.content, templates)}
+        acts = _is_mark if not templates else partial(_is_written, templates=templates)
+        named = {each.content for each in added if each.special or acts(each.content)}
         self.texts: tuple[str, ...] = tuple(sorted(filter(None, {*named, *reserved})))
         self.pattern = re.compile(_write_trie(_make_trie(self.texts)) if self.texts else "(?!)")
         self._joined = "\0".join(self.texts)
@@ -82,6 +85,12 @@ def _write_trie(node: Trie) -> str:
 
 def _is_written(token: str, templates: Collection[str]) -> bool:
     return not token.isspace() and any(token in template for template in templates)
+
+
+def _is_mark(token: str) -> bool:
+    """Tell if an added token is a mark, such as ``</doc>``, and no word that somebody has added to a vocabulary."""
+    bare = token.strip()
+    return bool(bare) and not (bare[0].isalnum() or bare[-1].isalnum()) and any(map(str.isalnum, bare))
 
 
 class HiddenTokens:
