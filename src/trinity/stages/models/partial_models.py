@@ -70,6 +70,7 @@ def load_whole(whole: Any, directory: Path, **settings: Any) -> tuple[Any, Any]:
     class Checked(whole):  # type: ignore[misc]
         def __init__(self, *given: Any, **named: Any) -> None:
             super().__init__(*given, **named)
+            own_modules(self)  # a proof hooks and alters them
             check_elements(directory, sum(each.numel() for each in self.parameters()))
 
     _name_alike(Checked, whole)
