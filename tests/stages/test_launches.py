@@ -15,8 +15,8 @@ from support.operator_tape import StaticTorch, every_operator_is_torchs, graphs
 from support.stage_driver import OUTPUTS, TEXTS, generated, pictures
 from trinity import Instance, Pipeline, Request
 from trinity.core.messages import IMAGE, KV, Prefill, Step, Work
-from trinity.errors import StageError
-from trinity.request import Sampling
+from trinity.errors import RequestError, StageError
+from trinity.request import Output, Sampling
 from trinity.stages import language
 from trinity.stages.async_steps import DeviceTokens, FinishedStep, LaunchedStep
 from trinity.stages.base import LaunchableStage, PendingStep, StageSetup
@@ -275,3 +275,30 @@ async def test_a_pipeline_two_steps_deep(roles: tuple[str, ...]) -> None:
         ]
         outputs = await asyncio.gather(*map(pipe.complete, requests))
     assert [output.token_ids for output in outputs] == [each.ids for each in wanted.values()]
+
+
+@pytest.mark.parametrize("roles", [("EPD",), ("EP", "D")], ids="+".join)
+async def test_a_request_whose_bans_leave_no_token_ends_alone(roles: tuple[str, ...]) -> None:
+    """Nobody looks as a step is launched: it is undone, with what was launched behind it, and found out then."""
+    pools = {"image": 64, "kv": 256}
+    placement = [Instance(each, f"i{n}", pools=pools, stages=[on_device], depth=2) for n, each in enumerate(roles)]
+    wanted = await asyncio.to_thread(generated, "llava", 1)
+    kept = next(each for each in range(100, 300) if each not in wanted.ids)
+    asked = [
+        Sampling(ignore_eos=True),
+        Sampling(suppress_tokens=tuple(each for each in range(356) if each != kept), no_repeat_ngram_size=1),
+        Sampling(begin_suppress_tokens=tuple(range(356))),
+        Sampling(ignore_eos=True),
+    ]
+    async with Pipeline(checkpoint("llava"), placement, dtype="float32") as pipe:
+        streams = [
+            pipe.complete(Request(TEXTS[1], images=pictures(1), max_tokens=OUTPUTS, sampling=each)) for each in asked
+        ]
+        first, banned, begun, last = await asyncio.gather(*streams, return_exceptions=True)
+        await pipe.wait_idle()
+    for each in (first, last):
+        assert isinstance(each, Output)
+        assert each.token_ids == wanted.ids
+    assert (type(banned), type(begun)) == (RequestError, RequestError)
+    assert "token 1 of the output: suppress_tokens, no_repeat_ngram_size of the request" in str(banned)
+    assert "token 0 of the output: begin_suppress_tokens of the request" in str(begun)

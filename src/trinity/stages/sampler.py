@@ -75,8 +75,7 @@ class Drawn:
         tokens: list[int] = ids.tolist()
         if -1 in tokens:
             raise StageError(
-                f"row {tokens.index(-1)} of the logits holds NaN or no finite value; check the model's weights, and "
-                "that not every token is suppressed"
+                f"row {tokens.index(-1)} of the logits holds NaN or no finite value; check the model's weights"
             )
         found = list(map(Sampled, tokens))
         if self.logprobs is not None:
