@@ -19,7 +19,7 @@ from support.checkpoint_files import checkpoint
 from support.language_stage import PROMPT, Solo, work
 from trinity.core.logits_processors import register_logits_processor
 from trinity.core.messages import Prefill, ResolvedSampling, Sampled, Work
-from trinity.errors import StageError
+from trinity.errors import RequestError, StageError
 from trinity.preprocess.grammars import compiler_of
 from trinity.stages import host_rules
 from trinity.stages.base import FailedSample
@@ -98,10 +98,18 @@ def test_an_output_that_is_none_of_the_language_fails() -> None:
         state().find_allowed([END - 1, 3, 4])
 
 
-def test_a_mask_that_takes_too_long_fails_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mask_that_takes_too_long_refuses_its_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who asked is told, and no stage is at fault; others get their tokens."""
     monkeypatch.setattr(host_rules, "SLOWEST_MASK_S", 0.0)
-    with pytest.raises(StageError, match="give a simpler one"):
+    with pytest.raises(RequestError, match=r"took more than .* ask for a simpler form") as refused:
         state().find_allowed([])
+    assert type(refused.value) is RequestError
+    found = served(Solo(), [structured_work("slow"), work("good")], 3)
+    (wrong,) = found["slow"]
+    assert isinstance(wrong, FailedSample)
+    assert wrong.refused
+    assert wrong.why == str(refused.value)
+    assert ids(found["good"]) == Solo().serve(work("good"), 4)
 
 
 @pytest.mark.parametrize("kind", [torch.float32, torch.bfloat16])
@@ -301,6 +309,7 @@ def test_an_unknown_processor_fails_at_its_first_token() -> None:
     (wrong,) = found["a"]
     assert isinstance(wrong, FailedSample)
     assert "unknown logits processor 'nobodys'" in wrong.why
+    assert not wrong.refused
 
 
 def test_the_observer_sees_the_models_own_logits() -> None:

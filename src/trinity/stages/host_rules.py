@@ -20,9 +20,10 @@ from torch import Tensor
 
 from trinity.core.logits_processors import LogitsProcessor, find_logits_processor
 from trinity.core.messages import Work
-from trinity.errors import ConfigError, StageError, describe_error
+from trinity.errors import ConfigError, RequestError, StageError, describe_error
 from trinity.errors.arguments import show
 from trinity.preprocess.grammars import GRAMMAR_KINDS, GrammarCompiler, compiler_of, split_grammar
+from trinity.stages.base import FailedSample
 from trinity.stages.uploads import upload
 
 SLOWEST_MASK_S = 0.25  # of CPU time: a request whose grammar needs more has failed, since others wait for it
@@ -43,7 +44,7 @@ class GrammarState:
     def find_allowed(self, outputs: Sequence[int]) -> tuple[np.ndarray, bool]:
         """Return a bit for each token, uint8 [tokens / 8], that may follow ``outputs``; True if only its end may.
 
-        Raises ``StageError`` if no token may, or it is too costly to know.
+        Raises ``RequestError`` if no token may, or it is too costly to know, and ``StageError`` if these have left it.
         """
         began, ends = thread_time(), self._compiler.select_ends(self._ends)
         if outputs and outputs[-1] in ends:  # a step that was begun before this end was known
@@ -52,13 +53,14 @@ class GrammarState:
         allowed = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8).copy()
         problem = matcher.get_error()
         if not problem and thread_time() - began > SLOWEST_MASK_S:
-            problem = f"the next tokens took more than {SLOWEST_MASK_S} s; give a simpler one"
+            problem = f"the next tokens took more than {SLOWEST_MASK_S} s"
         _set_bits(allowed, self._compiler.tokenizer.eos_tokens, False)
         goes_on = bool(allowed.any())
         if matcher.is_accepting():
             allowed = _set_bits(allowed, ends, True)
         if problem or not allowed.any():
-            raise StageError(f"the output cannot go on in its grammar ({problem[:300] or 'no token is allowed'})")
+            said = problem[:300] or "no token of this model is allowed"
+            raise RequestError(f"the output cannot go on in its grammar ({said}); ask for a simpler form")
         return allowed, not goes_on
 
     def _follow(self, outputs: list[int]) -> Any:
@@ -136,13 +138,13 @@ def make_host_rules(work: Work, directory: Path) -> HostRules | None:
 class RuledRows:
     """Rows of logits after their rules.
 
-    - ``logits``: of all rows. ``failed``: why a row's rules could not be followed, by its number.
+    - ``logits``: of all rows. ``failed``: by its number, what stands for a row whose rules could not be followed.
     - ``complete``: numbers of rows that may only end.
     - ``forms``: what rules the outputs of rows that a grammar rules.
     """
 
     logits: Tensor
-    failed: dict[int, str] = field(default_factory=dict)
+    failed: dict[int, FailedSample] = field(default_factory=dict)
     complete: set[int] = field(default_factory=set)
     forms: dict[int, str] = field(default_factory=dict)
 
@@ -167,7 +169,8 @@ def apply_host_rules(logits: Tensor, asked: Sequence[tuple[int, HostRules, list[
                 made.logits[row] = rules.process(outputs, made.logits[row])
         except Exception as error:
             masks.pop(row, None)
-            made.failed[row] = str(error) if isinstance(error, StageError) else describe_error(error, 300)
+            said = str(error) if isinstance(error, RequestError) else describe_error(error, 300)
+            made.failed[row] = FailedSample(-1, why=said, refused=type(error) is RequestError)
     if masks:
         _mask(made.logits, np.array(list(masks)), list(masks.values()))
     return made

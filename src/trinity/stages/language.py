@@ -287,8 +287,7 @@ class LanguageStage:
             texts_there = HostTexts(texts, logits.device) if texts else None
             batch = replace(batch, bans=lift_bans(batch.bans, ruled.complete), texts=texts_there)
             sampled, barred = sample_open_rows(ruled.logits, batch, ruled.forms)
-            failed = {at: FailedSample(-1, why=why, refused=True) for at, why in barred.items()}
-            failed |= {at: FailedSample(-1, why=why) for at, why in ruled.failed.items()}
+            failed = {at: FailedSample(-1, why=why, refused=True) for at, why in barred.items()} | ruled.failed
         else:
             sampled = sample_greedy(logits)
         if self.observe is not None:
