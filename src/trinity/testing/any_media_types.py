@@ -12,7 +12,6 @@ _ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
 _MROPE = {**_ROPE, "mrope_section": [2, 3, 3]}
 _HALF_MROPE = {**_MROPE, "mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5}
 _QWEN_IMAGES = {"patch_size": 14, "size": {"shortest_edge": SIDE * SIDE, "longest_edge": 4 * SIDE * SIDE}}
-_QWEN3_IMAGES = {**_QWEN_IMAGES, "patch_size": 14}
 _SQUARE = {"height": SIDE, "width": SIDE}
 _VISION_START = "<|vision_start|><|image_pad|><|vision_end|>"
 _UNTIED = {"tie_word_embeddings": False, "text_config.tie_word_embeddings": False}  # else each token says itself again
@@ -56,11 +55,11 @@ OWN_SIZES: dict[str, TypeSizes] = {
             "text_config.layer_types": ["sliding_attention", "full_attention"],
             "text_config.rope_parameters": {"sliding_attention": _MROPE, "full_attention": _MROPE},
         },
-        images=_QWEN3_IMAGES,
+        images=_QWEN_IMAGES,
     ),
     "cosmos3_omni": TypeSizes(
         config={"text_config.rope_parameters": {**_MROPE, "mrope_interleaved": True}},
-        images=_QWEN3_IMAGES,
+        images=_QWEN_IMAGES,
         processor_class="Qwen3VLProcessor",
     ),
     "deepseek_vl": TypeSizes(processor={"num_image_tokens": 16}, config={"num_image_tokens": 16}),
@@ -128,14 +127,15 @@ OWN_SIZES: dict[str, TypeSizes] = {
         },
         images=_QWEN_IMAGES,
     ),
-    "gemma3n": TypeSizes(
+    "gemma3n": TypeSizes(  # its tower, by the library timm, has one size
         config={
-            "text_config.intermediate_size": [128, 128],
-            "text_config.num_kv_shared_layers": 0,
-            "text_config.activation_sparsity_pattern": [0.0, 0.0],
-            "text_config.hidden_size_per_layer_input": 16,
-            "text_config.layer_types": ["sliding_attention", "full_attention"],
+            **{"text_config.num_hidden_layers": 4, "text_config.intermediate_size": [128] * 4},
+            **{"text_config.num_kv_shared_layers": 2, "text_config.activation_sparsity_pattern": [0.5, 0.0, 0.0, 0.0]},
+            **{"text_config.hidden_size_per_layer_input": 16, "text_config.vocab_size_per_layer_input": 355},
+            "text_config.layer_types": ["sliding_attention", "full_attention"] * 2,
+            **{"vision_config.hidden_size": 2048, "vision_config.vocab_offset": 362, "audio_config.vocab_offset": 363},
         },
+        further_ids=2,  # of its encoders; a table of each layer has no id of media
         image_text="<image>",
     ),
     "gemma4": TypeSizes(
@@ -223,7 +223,7 @@ OWN_SIZES: dict[str, TypeSizes] = {
             "text_config.layer_types": ["conv", "full_attention"],
             "vision_config.layer_types": ["conv", "full_attention"],
         },
-        images=_QWEN3_IMAGES,
+        images=_QWEN_IMAGES,
     ),
     "llama4": TypeSizes(
         config={
@@ -303,18 +303,18 @@ OWN_SIZES: dict[str, TypeSizes] = {
             "text_config.layer_types": _HYBRID,
             "text_config.rope_parameters": {**_MROPE, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]},
         },
-        images=_QWEN3_IMAGES,
+        images=_QWEN_IMAGES,
     ),
     "qwen3_5_moe": TypeSizes(
         config={
             "text_config.layer_types": _HYBRID,
             "text_config.rope_parameters": {**_MROPE, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]},
         },
-        images=_QWEN3_IMAGES,
+        images=_QWEN_IMAGES,
     ),
     "qwen3_vl_moe": TypeSizes(
         config={"text_config.rope_parameters": {**_MROPE, "mrope_interleaved": True}},
-        images=_QWEN3_IMAGES,
+        images=_QWEN_IMAGES,
         image_processor="Qwen2VLImageProcessorPil",
     ),
     "qwen4_exp": TypeSizes(
@@ -328,7 +328,7 @@ OWN_SIZES: dict[str, TypeSizes] = {
             "text_config.indexer_compress_ratio": 4,
             "text_config.rope_parameters": {**_MROPE, "partial_rotary_factor": 0.5, "mrope_section": [1, 1, 2]},
         },
-        images=_QWEN3_IMAGES,
+        images=_QWEN_IMAGES,
     ),
     "step3p7": TypeSizes(
         config={"text_config.sliding_window": 40},

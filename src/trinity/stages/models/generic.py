@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,7 @@ from trinity.stages.models.base import (
     scale_logits,
 )
 from trinity.stages.models.own_forward import forward_features, forward_logits
+from trinity.stages.models.text_forward import TextBelowHead, runs_on_text
 
 FORWARD = "forward"  # of ``MediaFacts``: by the model's own
 FEATURE_WAYS = ("getter", FORWARD)  # the usual one first
@@ -78,7 +81,9 @@ class GenericAdapter(ModelAdapter):
 
     def text_alone(self, model: Any) -> Any:
         text = find_text(model, self.facts.language)
-        return model if self.facts.text_alone or text.get_output_embeddings() is None else text
+        if not self.facts.text_alone and text.get_output_embeddings() is not None:
+            return text
+        return model if runs_on_text(model) else TextBelowHead(text, partial(self.head, model))
 
     def encode(self, model: Any, kind: str, items: Sequence[MediaInputs], counts: Sequence[int]) -> list[Tensor]:
         if kind == "audio":  # one by one: lengths differ, and what pads a batch would be part of a clip's features
@@ -162,8 +167,17 @@ class GenericAdapter(ModelAdapter):
         found = {name: self._find_types(kinds, typed, media) for name, kinds in self.facts.token_types.items()}
         if not getattr(self.text_config, "hidden_size_per_layer_input", 0):
             return found
-        padded = torch.where(media, self.text_config.pad_token_id or 0, ids)  # as the models' own forward has it
-        return {"per_layer_inputs": text.get_per_layer_inputs(padded[None], None), **found}
+        return {"per_layer_inputs": self._per_layer_inputs(text, ids, media), **found}
+
+    def _per_layer_inputs(self, text: Any, ids: Tensor, media: Tensor) -> Tensor:
+        """Look up embeddings of layers as the model's own forward does.
+
+        Gemma 3n's takes ids of media as they are, which its table does not have, nor the 0 that stands for them here.
+        """
+        look_up: Callable[..., Tensor] = text.get_per_layer_inputs
+        if len(inspect.signature(look_up).parameters) == 1:
+            return look_up(ids[None])
+        return look_up(torch.where(media, self.text_config.pad_token_id or 0, ids)[None], None)
 
     def _find_types(self, kinds: dict[int, int], ids: Tensor, media: Tensor) -> Tensor:
         """Find the types [1, rows] of tokens."""
