@@ -22,7 +22,9 @@ KEY = SECRET.encode()
 
 @asynccontextmanager
 async def forking(folder: Path, kind: type[ForkSupply] = ForkSupply) -> AsyncIterator[ForkSupply]:
-    supply = kind(folder)
+    own = folder / str(len(list(folder.iterdir())))  # who is killed holds its address for a moment
+    own.mkdir()
+    supply = kind(own)
     supply.open_launcher(1, torch=False)
     try:
         yield supply
