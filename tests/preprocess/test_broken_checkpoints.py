@@ -23,6 +23,7 @@ from trinity.errors import ConfigError, TrinityError, UnsupportedModel
 from trinity.preprocess.checkpoint import MOST_CONFIG_BYTES, count_tensors, read_config
 from trinity.preprocess.processor import RequestProcessor
 from trinity.stages.models import load_model
+from trinity.stages.proof.prove import prove
 
 MOST_MEMORY = 1 << 30  # bytes that a refusal may cost
 
@@ -191,6 +192,16 @@ def test_trinity_check_says_in_a_line_what_cannot_be_loaded(
     assert found.out == ""
     assert found.err.startswith("trinity check: ")
     assert found.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("model", ["llama", "llava", "any-vipllava"])
+def test_an_adapter_beside_the_weights_is_refused(model: str, tmp_path: Path) -> None:
+    """transformers adds it where peft is installed, and elsewhere says nothing."""
+    directory = copy(model, tmp_path)
+    (directory / "adapter_config.json").write_text("{}")
+    for refused in (lambda: RequestProcessor(directory), lambda: load_model(directory, "P"), lambda: prove(directory)):
+        with pytest.raises(UnsupportedModel, match=r"adapter \(LoRA\).*merge it"):
+            refused()
 
 
 @pytest.mark.parametrize("model", ["qwen2_vl", "any-lfm2_vl"])

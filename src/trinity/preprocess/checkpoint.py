@@ -39,6 +39,7 @@ _COUNTS = frozenset(
 )
 _ROTATED = "qk_rope_head_dim"  # of latent attention: its configs repeat it as head_dim, 0 where no part is rotated
 _LAYERS = ("num_hidden_layers", "depth")
+_ADAPTER = "adapter_config.json"
 _KIN = {
     "internvl_chat": "'internvl' is of the same family: InternVL in transformers' own format, its names end in -hf",
     "minicpmv": "'minicpmv4_6' is of the same family: MiniCPM-V 4.6",
@@ -58,7 +59,7 @@ def check_directory(model_dir: Path) -> None:
             "the checkpoint, with huggingface-cli download for example, and give its directory"
         )
     if not found:
-        missing = "has no config.json" if folder else "does not exist"
+        missing = "has no config.json" if folder else "is a file" if model_dir.exists() else "does not exist"
         raise ConfigError(
             f"model directory {str(model_dir)!r} {missing}; give the directory of a transformers checkpoint"
         )
@@ -70,9 +71,10 @@ def read_config(model_dir: Path) -> Any:
     Of a whole Qwen-Omni this is the config of its thinker, which writes all text; no talker is loaded.
 
     Raises ``ConfigError`` where there is no checkpoint or no model can have its config, and ``UnsupportedModel`` where
-    transformers does not know the architecture.
+    transformers does not know the architecture, or an adapter lies beside the weights.
     """
     check_directory(model_dir)
+    _refuse_adapter(model_dir)
     fields = read_json(model_dir / "config.json")
     _check_counts(fields, model_dir)
     from transformers import AutoConfig
@@ -81,6 +83,16 @@ def read_config(model_dir: Path) -> Any:
         return _take_thinker(AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False))
     except Exception as exc:  # its own readers, and those of each architecture's config, raise what they like
         raise UnsupportedModel(f"{str(model_dir)!r} {_explain_unread(fields, exc)}") from exc
+
+
+def _refuse_adapter(model_dir: Path) -> None:
+    """Raise ``UnsupportedModel`` for an adapter: a host with peft would serve it, and one without the bare weights."""
+    if (model_dir / _ADAPTER).is_file():
+        raise UnsupportedModel(
+            f"{str(model_dir)!r} has an adapter (LoRA) beside the weights ({_ADAPTER}), which transformers adds "
+            "where the package peft is installed and elsewhere leaves out: merge it into them (merge_and_unload() of "
+            "peft), or remove it to serve the weights without it"
+        )
 
 
 def _explain_unread(fields: dict[str, Any], problem: Exception) -> str:

@@ -78,14 +78,6 @@ def test_a_broken_adapter_is_caught_by_the_part_that_it_breaks(make_adapter: Any
     assert verdict.failed.name == part
 
 
-def test_an_adapter_beside_the_weights_is_refused(tmp_path: Path) -> None:
-    directory = Path(shutil.copytree(checkpoint(NAME), tmp_path / "model"))
-    (directory / "adapter_config.json").write_text("{}")
-    verdict = prove(directory)
-    assert verdict.failed is not None
-    assert "an adapter (LoRA)" in verdict.failed.said
-
-
 def test_a_model_that_draws_at_random_is_refused_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers.models.moss_transcribe_diarize.modeling_moss_transcribe_diarize import MossTranscribeDiarizeModel
 

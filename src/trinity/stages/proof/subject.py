@@ -30,7 +30,6 @@ from trinity.stages.proof.trial_cache import TrialCache
 
 TOLERANCE = 2e-4  # of logits and features, relative to the largest; float32 is exact to about 1e-6
 _TOKEN_NAMES = ("image_token", "image_placeholder_token", "boi_token", "image_start_token", "img_token")
-_ADAPTER = "adapter_config.json"
 _CROSS_ATTENTION = re.compile(r"cross_?att")
 _TOWERS = re.compile(r"qformer|vision|visual|tower|projector|resampler|perceiver|connector|image_encoder|aligner")
 _ORDINARY = {"input_ids", "attention_mask", "cache_position", "visual_pos_masks"}  # of a text model, for each token
@@ -64,11 +63,6 @@ class Subject:
         Raises ``ConfigError`` if its files have no room for the weights of its config.
         """
         config = read_config(directory)
-        if (directory / _ADAPTER).is_file():
-            said = (
-                f"{_ADAPTER} names an adapter (LoRA) beside the weights, which its model switches by what it is given"
-            )
-            raise Differs("weights", f"{said}: merge it into them")
         kind = find_model_class(config)
         refuse_structure(config, kind)
         try:
