@@ -38,7 +38,7 @@ pytest.importorskip("mistral_common", reason="Voxtral's chats are written by mis
 
 OUTPUTS = 10
 WITHIN = 1e-4  # of the largest logit
-METHODS = ("E+P+D", "EPD", "EP+D", "ED+P")
+METHODS = ("E+P+D", "EPD", "EP+D", "ED+P", "PD+E")
 SETTINGS: dict[str, Any] = {
     "pools": {"image": 512, "kv": 1024},
     "rules": BatchRules(token_budget=97, image_budget=4096),
@@ -189,6 +189,19 @@ def test_instances_in_processes_and_preprocessing_too() -> None:
         return {each.request_id: each.token_ids for each in outputs}
 
     assert asyncio.run(run()) == {request: own.token_ids for request, own in wanted.items()}
+
+
+@pytest.mark.slow
+def test_a_preempted_clip_goes_on_as_if_nothing_had_been() -> None:
+    answers()
+    alike = [each for each in requests() if each.request_id in ("one", "other")]
+    blocks = -(-(own().inputs(alike[0])["input_ids"].shape[1] + 1) // 4)
+    rules = BatchRules(token_budget=1024, image_budget=4096)
+    tight: dict[str, Any] = {"pools": {"image": 4 * WINDOW, "kv": 2 * blocks + 2}, "rules": rules}
+    waves = [[copy_of(each, number) for number in range(2) for each in alike]]
+    found = serve(voxtral(), "EPD", waves, **tight, kv_block_size=4, reservation="optimistic", prefix_cache=False)
+    assert differences(found) == {}
+    assert any(output.preemptions for output in found.outputs.values()), "the pool was large enough for all"
 
 
 @cache

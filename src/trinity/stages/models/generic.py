@@ -83,7 +83,8 @@ class GenericAdapter(ModelAdapter):
         text = find_text(model, self.facts.language)
         if not self.facts.text_alone and text.get_output_embeddings() is not None:
             return text
-        return model if runs_on_text(model) else TextBelowHead(text, partial(self.head, model))
+        alone = self.flat or runs_on_text(model)  # a flat one is given embeddings
+        return model if alone else TextBelowHead(text, partial(self.head, model))
 
     def encode(self, model: Any, kind: str, items: Sequence[MediaInputs], counts: Sequence[int]) -> list[Tensor]:
         if kind == "audio":  # one by one: lengths differ, and what pads a batch would be part of a clip's features
