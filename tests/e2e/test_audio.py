@@ -126,10 +126,12 @@ def test_a_preempted_clip_goes_on_as_if_nothing_had_been(architecture: str, meth
     tight = {"image": 48, "kv": longest * 3 // 8 + 2}  # one and a half of the longest requests
     waves = [[copy_of(each, number) for number in range(2) for each in asked]]
     options: dict[str, Any] = {**OPTIONS, "pools": tight, "kv_block_size": 4, "reservation": "optimistic"}
-    found = serve(checkpoint(architecture), method, waves, rules=RULES, **options)
-    assert problems(found, answers(architecture)) == {}
-    again = [name for name, output in found.outputs.items() if output.preemptions and output.media_tokens]
-    assert again, "the pool was large enough for all"
+    for _ in range(5):  # whom it meets hangs on how fast steps are
+        found = serve(checkpoint(architecture), method, waves, rules=RULES, **options)
+        assert problems(found, answers(architecture)) == {}
+        if any(output.preemptions and output.media_tokens for output in found.outputs.values()):
+            return
+    pytest.fail("the pool was large enough for all")
 
 
 @pytest.mark.slow

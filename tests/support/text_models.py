@@ -99,13 +99,13 @@ def make_config(model_type: str, *, tiny: bool = True, **fields: Any) -> Any:
     return kind(**{**given, **_FURTHER.get(model_type, {}), **fields})
 
 
-def build(directory: Path, model_type: str, *, tiny: bool = True, **fields: Any) -> Path:
+def build(directory: Path, model_type: str, *, tiny: bool = True, seed: int | None = None, **fields: Any) -> Path:
     """Write a random checkpoint of ``model_type``, with weights whose tokens vary."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     config = make_config(model_type, tiny=tiny, **fields)
     with torch.random.fork_rng():
-        torch.manual_seed(_SEEDS.get(model_type, 0))
+        torch.manual_seed(_SEEDS.get(model_type, 0) if seed is None else seed)
         kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
         model = kind(config)
         for parameter in model.parameters():
