@@ -234,37 +234,41 @@ def test_raw_text_has_the_ids_of_mistral_common(text: str) -> None:
     assert list(found) == own().processor.tokenizer(text)["input_ids"]
 
 
-BITS = (
-    *(
-        "Hello there",
-        " the",
-        " 12345",
-        "日本語",
-        " été",
-        "\u0301",
-        "🚢",
-        "'s",
-        "\t",
-        "\n\n",
-        " ",
-        "  ",
-        "def f(x):\n    return x",
-    ),
-    *(
-        "[INST]",
-        " [/INST]",
-        "[AUDIO]",
-        " [BEGIN_AUDIO]",
-        "</s>",
-        "<s>",
-        "[TOOL_CALLS]",
-        "<unk>",
-        "[INST",
-        "/INST]",
-        "]",
-        " <",
-    ),
+def turns_around(answer: Any) -> list[dict[str, Any]]:
+    ask, more = ({"role": "user", "content": text} for text in ("a ", " b  "))
+    return [ask, {"role": "assistant", "content": answer}, more]
+
+
+def in_parts(*texts: str) -> list[dict[str, str]]:
+    return [{"type": "text", "text": each} for each in texts]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        "Two words. ",
+        "  Two",
+        "Two words. \n",
+        "x   ",
+        in_parts("Two ", "words. "),
+        in_parts("Two ", "  "),
+        in_parts("Two", " ", " "),
+    ],
+    ids=str,
 )
+@pytest.mark.parametrize("untrusted", [False, True])
+def test_an_answer_ends_without_its_last_spaces(answer: Any, untrusted: bool) -> None:
+    """mistral-common takes them off, and its template does not: a client that sends an answer back may have them."""
+    found = front().process(Request(messages=turns_around(answer), untrusted=untrusted)).work.prompt
+    assert list(found) == own().processor.apply_chat_template(turns_around(answer))["input_ids"][0].tolist()
+
+
+BITS = (
+    "Hello there", " the", " 12345", "日本語", " été", "\u0301", "🚢", "'s", "\t", "\n\n", " ", "  ",
+    "def f(x):\n    return x",
+    "[INST]", " [/INST]", "[AUDIO]", " [BEGIN_AUDIO]", "</s>", "<s>", "[TOOL_CALLS]", "<unk>",
+    "[INST", "/INST]", "]", " <",
+)  # fmt: skip
 
 
 def with_a_large_vocabulary(folder: Path) -> Path:

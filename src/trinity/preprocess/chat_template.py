@@ -156,6 +156,8 @@ class ChatTemplate:
             raise PromptProblem(f"template_kwargs cannot set {', '.join(taken)}; leave it out", media=False)
         if self._placeholders and self._prints_parts:
             chat = [self._join(each) if each["role"] == "tool" else each for each in chat]
+        if getattr(self._tokenizer, "reads_whole_texts", False):
+            chat = list(map(_strip_answer, chat))
         if self._joins:
             chat = list(map(self._join, chat))
         elif self._named:
@@ -175,3 +177,15 @@ class ChatTemplate:
 def _describe(name: str) -> list[dict[str, str]]:
     """Make the parts of a message with one medium, by the type of its part."""
     return [{"type": name}, {"type": "text", "text": "x"}]
+
+
+def _strip_answer(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Take the spaces off the end of an answer, as mistral-common does and the templates that it writes do not."""
+    content = message.get("content")
+    if message["role"] != "assistant" or not content:
+        return dict(message)
+    if isinstance(content, str):
+        return {**message, "content": content.rstrip(" ")}
+    *others, last = content
+    kept = {**last, "text": last["text"].rstrip(" ")} if last["type"] == "text" else last
+    return {**message, "content": [*others, kept]}
