@@ -26,6 +26,7 @@ from trinity.preprocess.libraries import library_version
 PROOF_MODULE = "trinity.stages.proof"
 MOST_SECONDS = 3600.0  # of one proof
 MOST_VERDICTS = 256  # files that the folder keeps
+NOT_LOADED = 14  # exit code of a proof whose checkpoint cannot be loaded: its last line says why
 _MOST_SAID = 600  # characters of what a failed process said
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
 _FORM = 4  # raised where a fact comes to mean something else
@@ -226,6 +227,8 @@ def _run_proof(directory: Path, model_type: str) -> ProofVerdict:
             ended = subprocess.run(command, capture_output=True, timeout=MOST_SECONDS, env=environment, check=False)
     except (OSError, subprocess.TimeoutExpired) as error:
         raise UnsupportedModel(f"the self-check of the multimodal {model_type!r} could not be run: {error}") from error
+    if ended.returncode == NOT_LOADED:
+        raise UnsupportedModel(ended.stderr.decode("utf-8", "replace").rpartition("\n")[2])
     try:
         verdict = msgspec.json.decode(ended.stdout, type=ProofVerdict)
     except msgspec.MsgspecError:
