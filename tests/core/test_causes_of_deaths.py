@@ -45,3 +45,22 @@ def test_a_decode_and_a_prefill_that_goes_on_with_its_tokens_have_a_stage_in_com
     end = end_of(core.handle(PeerDown("P0"), 1.1))
     assert end.failure is not None
     assert end.failure.fields["instances"] == "D0, P0, P0"
+
+
+def test_one_that_died_at_a_decoder_with_tokens_is_alone_at_its_prefill_too() -> None:
+    """A token was lost on its way: it dies at D twice, and then where it is prefilled, which was no death alone."""
+    core = at_e0(peers="E0 P0 D0")
+    for epoch, life in enumerate(("r", "r~1.1")):
+        core.handle(Moved(life, epoch, "P0", 1), 0.1 + epoch)
+        core.handle(emit(life, epoch, (epoch, 7)), 0.2 + epoch)
+        core.handle(Moved(life, epoch, "D0", 2, epoch, "P0", 0), 0.3 + epoch)
+        core.handle(PeerDown("D0"), 0.4 + epoch)
+        core.handle(Gone(life, epoch, "P0", "D0", 2), 0.4 + epoch)
+        up(core, "D0", epoch + 1, 0.5 + epoch)
+    core.handle(Tick(), 1.6)
+    assert core.isolation.places == {"P0": 0, "D0": 2}
+    empty(core, "P0", 0, 1.7, core.isolation._numbers["P0"])
+    assert empty(core, "D0", 2, 1.7, core.isolation._numbers["D0"]) == ["P0: submit r~1.2"]
+    end = end_of(core.handle(PeerDown("P0"), 1.9))
+    assert end.failure is not None
+    assert end.failure.fields["instances"] == "D0, D0, P0"

@@ -342,7 +342,7 @@ def test_where_the_one_encoder_decodes_too_but_cannot_hold_it_the_decoder_is_res
         core.handle(emit(life, epoch, (epoch * 2 + 1, 5)), 0.5)  # of D0: nobody has its KV but that one
         core.handle(PeerDown("D0"), 1.0 + epoch)
         up(core, "D0", epoch + 1, 1.5 + epoch)
-    assert core.isolation.places == {"ED1": 0, "D0": 2}
+    assert core.isolation.places == {"ED1": 0, "P0": 0, "D0": 2}, "P, which goes on with its tokens, as well"
 
 
 def test_one_that_is_to_run_alone_and_that_no_prefill_can_hold_any_more_is_refused_at_once() -> None:

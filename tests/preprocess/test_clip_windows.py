@@ -87,6 +87,8 @@ def test_loud_parts_of_a_clip_count_in_all_its_windows(tmp_path: Path) -> None:
         ({"frame_rate": 0}, "above 0"),
         ({"frame_rate": 16001.0}, "a frame of samples in each token"),
         ({"chunk_length_s": None}, "does not say how"),
+        ({"chunk_length_s": 30.001}, "has windows of 30.001 s .* takes 480000 samples"),
+        ({"chunk_length_s": 1e300}, "has windows of 1e[+]300 s"),
         ({"audio_encoding_config": {}}, "does not say how"),
     ],
 )

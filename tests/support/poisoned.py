@@ -14,16 +14,16 @@ from trinity.core.failure_policy import FailurePolicy
 from trinity.core.messages import Step
 from trinity.testing.virtual import Durations, VirtualCluster, make_settings
 
-SAMPLED = 3  # tokens that a reader has before "S" kills
+SAMPLED = 3  # tokens that are written before "S" kills
 
 
-def stages_of(step: Step, life: str, delivered: int) -> str:
+def stages_of(step: Step, life: str, written: int) -> str:
     """Letters of the stages of which a step has a row of this life; "S" where it samples its fourth token or more."""
     rows: dict[str, Sequence[str]] = {"D": step.decodes}
     rows |= {"E": [row.request for row in step.encodes], "P": [row.request for row in step.prefills]}
     found = "".join(letter for letter, names in rows.items() if life in names)
     sampling = life in step.decodes or any(row.request == life and row.last for row in step.prefills)
-    return found + ("S" if sampling and delivered >= SAMPLED else "")
+    return found + ("S" if sampling and written >= SAMPLED else "")
 
 
 class Poison:
@@ -47,7 +47,7 @@ class Poison:
     def _poisoned(self, name: str, step: Step) -> None:
         readers: dict[str, str] = self.cluster._readers
         lives = {row.request for row in step.encodes} | {row.request for row in step.prefills} | set(step.decodes)
-        killing = [life for life in lives if self._kills(step, life, readers.get(life, ""))]
+        killing = [life for life in lives if self._kills(name, step, life, readers.get(life, ""))]
         if killing and name not in self.cluster.lives.dead:
             for life in killing:
                 others = [each for each in self.cluster.cores[name].state.requests if each != life]
@@ -60,10 +60,10 @@ class Poison:
                 self.cluster.lives.hear_all(name, self.cluster.now)
         self._begin(name, step)
 
-    def _kills(self, step: Step, life: str, reader: str) -> bool:
-        return reader in self.stages and self.stages[reader] in stages_of(
-            step, life, len(self.cluster.outcomes[reader].tokens)
-        )
+    def _kills(self, name: str, step: Step, life: str, reader: str) -> bool:
+        asked = self.cluster.cores[name].state.requests.get(life)
+        written = 0 if asked is None else asked.outputs
+        return reader in self.stages and self.stages[reader] in stages_of(step, life, written)
 
 
 def choose_poison(draw: Random, cluster: VirtualCluster) -> dict[str, str]:
@@ -103,8 +103,12 @@ def calm_cluster(seed: int, failures: FailurePolicy, placement: str | None = Non
 
 
 def sampling_cluster(seed: int, failures: FailurePolicy, placement: str | None = None) -> Poison:
-    """The same, where what kills at a decode does so wherever a token is sampled: at a prefill that goes on, too."""
+    """The same, where what kills at a decode does so wherever a token is sampled: at a prefill that goes on, too.
+
+    Some of the tokens before are on their way as it does, and are not heard.
+    """
     poison = calm_cluster(seed, failures, placement)
+    poison.heard = False
     longer = {name for name, outcome in poison.cluster.outcomes.items() if outcome.work.max_tokens > SAMPLED}
     poison.stages.update({name: "S" for name, stage in poison.stages.items() if stage == "D" and name in longer})
     return poison

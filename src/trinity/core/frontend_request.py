@@ -148,8 +148,12 @@ class FrontendRequest:
 
     @property
     def suspected(self) -> str:
-        """Letters of the stages at which instances died with it, since it last got through."""
+        """Letters of the stages at which instances died with it, since it last got through.
+
+        One that has tokens goes on from a decode at a prefill, which samples the next of them.
+        """
         roles = {letter for death in self.deaths[len(self.deaths) - self.row :] for letter in death.roles}
+        roles |= {"P"} if "D" in roles and self.delivered else set()
         return "".join(letter for letter in "EPD" if letter in roles)
 
     @property

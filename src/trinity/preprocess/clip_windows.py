@@ -131,6 +131,10 @@ def take_text_too(processor: Any, model_dir: Path) -> Any:
         audio = msgspec.json.decode((model_dir / TEKKEN).read_bytes(), type=_Tekken).audio
     except msgspec.MsgspecError as error:
         raise UnsupportedModel(f"{named} {TEKKEN} does not say how they become tokens ({error})") from error
+    longest = int(processor.feature_extractor.n_samples)
+    if not audio.chunk_length_s * audio.sampling_rate <= longest:  # all clips are filled up to whole ones
+        windows = f"windows of {audio.chunk_length_s} s at {audio.sampling_rate} Hz"
+        raise UnsupportedModel(f"{named} {TEKKEN} has {windows}, where its feature extractor takes {longest} samples")
     if not processor.tokenizer.chat_template:
         if library_version(WRITER):
             raise UnsupportedModel(f"{named} {WRITER} writes no template of {TEKKEN}; give a chat_template.jinja")
