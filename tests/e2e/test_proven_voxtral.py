@@ -263,6 +263,16 @@ def test_an_answer_ends_without_its_last_spaces(answer: Any, untrusted: bool) ->
     assert list(found) == own().processor.apply_chat_template(turns_around(answer))["input_ids"][0].tolist()
 
 
+@pytest.mark.parametrize("texts", [("a", ""), ("", "a"), ("a", "", "b"), ("",), ("  ", "")])
+@pytest.mark.parametrize("untrusted", [False, True])
+def test_empty_parts_are_left_out(texts: tuple[str, ...], untrusted: bool) -> None:
+    chat = [{"role": "user", "content": in_parts(*texts)}]
+    chats = [chat, turns_around(in_parts(*texts))] if any(each.strip() for each in texts) else [chat]
+    for each in chats:
+        found = front().process(Request(messages=each, untrusted=untrusted)).work.prompt
+        assert list(found) == own().processor.apply_chat_template(each)["input_ids"][0].tolist()
+
+
 BITS = (
     "Hello there", " the", " 12345", "日本語", " été", "\u0301", "🚢", "'s", "\t", "\n\n", " ", "  ",
     "def f(x):\n    return x",

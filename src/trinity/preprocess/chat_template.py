@@ -157,7 +157,7 @@ class ChatTemplate:
         if self._placeholders and self._prints_parts:
             chat = [self._join(each) if each["role"] == "tool" else each for each in chat]
         if getattr(self._tokenizer, "reads_whole_texts", False):
-            chat = list(map(_strip_answer, chat))
+            chat = list(map(_as_their_writer, chat))
         if self._joins:
             chat = list(map(self._join, chat))
         elif self._named:
@@ -179,13 +179,14 @@ def _describe(name: str) -> list[dict[str, str]]:
     return [{"type": name}, {"type": "text", "text": "x"}]
 
 
-def _strip_answer(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Take the spaces off the end of an answer, as mistral-common does and the templates that it writes do not."""
+def _as_their_writer(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Leave out empty parts, and spaces at the end of an answer: mistral-common does, its templates do not."""
     content = message.get("content")
-    if message["role"] != "assistant" or not content:
+    if not content:
         return dict(message)
     if isinstance(content, str):
-        return {**message, "content": content.rstrip(" ")}
-    *others, last = content
-    kept = {**last, "text": last["text"].rstrip(" ")} if last["type"] == "text" else last
-    return {**message, "content": [*others, kept]}
+        return {**message, "content": content.rstrip(" ") if message["role"] == "assistant" else content}
+    *others, last = [part for part in content if part["type"] != "text" or part["text"]] or content[:1]
+    if message["role"] == "assistant" and last["type"] == "text":
+        last = {**last, "text": last["text"].rstrip(" ")}
+    return {**message, "content": [*others, last]}
