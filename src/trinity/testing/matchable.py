@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from trinity.core import InstanceCore
 from trinity.core.block_pool import Key, prefix_keys
-from trinity.core.messages import KV, Commit, Offer, Open, Pull, Pulled, Step, Stepped, Submit, Value, Work
+from trinity.core.messages import KV, Commit, Grow, Offer, Open, Pull, Pulled, Step, Stepped, Submit, Value, Work
 from trinity.testing.shadow import Shadow, Tag
 
 Written = tuple[str, str, int]  # instance, request and block of what a prefill writes
@@ -58,6 +58,9 @@ class Matchable:
             self._tables[name, command.work.request] = command.blocks
         elif isinstance(command, Pull) and command.kind == KV:
             self._pulls[name, command.offer, command.part] = command
+        elif isinstance(command, Grow):  # decodes write here, whatever had been pulled to these blocks before
+            for block in sum(command.blocks.values(), ()):
+                self._origins.pop((name, block), None)
         elif isinstance(command, Step):
             written = self._list_written(name, command)
             self._running.setdefault((name, command.lane), deque()).append(written)
