@@ -82,6 +82,21 @@ def test_the_check_holds_it_to_that(looking: LoadedModel, monkeypatch: pytest.Mo
         self_check(looking)
 
 
+def test_the_check_asks_for_it_once(model: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+    find = GenericAdapter.text_alone
+
+    def note(adapter: GenericAdapter, language: Any) -> Any:
+        asked.append(language.get_input_embeddings().weight.dtype)
+        return find(adapter, language)
+
+    monkeypatch.setattr(GenericAdapter, "text_alone", note)
+    half = load_model(model.directory, "PD", dtype="bfloat16")  # compared in float32, and in bfloat16 by two routes
+    asked.clear()
+    self_check(half)
+    assert asked == [torch.bfloat16]
+
+
 @torch.inference_mode()
 def test_embeddings_of_layers_are_looked_up_as_gemma_3n_does() -> None:
     """Its table has no id of media, and takes whatever it has not for 0: so rows of media are that."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -89,6 +91,16 @@ def _list_stray_windows(text: Any) -> list[str]:
     return [name for name in found if getattr(kind(), name, None) is None]
 
 
+@dataclass(frozen=True, eq=False)
+class _Trial:
+    """A model, prompts [starts, 24] and where they begin; ``own`` is the forward that it is compared with."""
+
+    model: LoadedModel
+    ids: np.ndarray
+    starts: list[int]
+    own: Any
+
+
 def self_check(model: LoadedModel) -> None:
     """Compare prefill in chunks and a decode through the paged cache with the model's own forward, near and far.
 
@@ -104,12 +116,12 @@ def self_check(model: LoadedModel) -> None:
         starts = _list_starts(model.adapter.text_config)
         if model.states is not None:  # of several requests at once, however short the context
             starts += [0] * (_LEAST_STARTS - len(starts))
-        ids = _make_prompts(model, len(starts))
         with choosing_few(model.language, _CHOSEN):
             with without_swaps(model.language) as swapped:
-                error, allowed, exact = _compare_plain(model, ids, starts)
+                trial = _Trial(model, _make_prompts(model, len(starts)), starts, _find_own(model))
+                error, allowed, exact = _compare_plain(trial)
             tried = swapped and error <= allowed
-            off = _error_of(_paged_logits(model, ids, starts), exact, model.dtype) if tried else 0.0
+            off = _error_of(_paged_logits(trial), exact, model.dtype) if tried else 0.0
         if off > allowed:
             logger.warning("%s runs without kernels: through them its logits differ from its own", named)
             drop_swaps(model.language)
@@ -125,26 +137,31 @@ def self_check(model: LoadedModel) -> None:
         )
 
 
-def _compare_plain(model: LoadedModel, ids: np.ndarray, starts: list[int]) -> tuple[float, float, Tensor]:
+def _find_own(model: LoadedModel) -> Any:
+    """Find the forward that a model is compared with, once a check: that may take a run of it."""
+    with _own_attention(model):
+        return model.adapter.text_alone(model.language)
+
+
+def _compare_plain(trial: _Trial) -> tuple[float, float, Tensor]:
     """Compare without kernels: the error, the error that is allowed, and the model's own logits in float32.
 
     Layers that stay quantised have no float32 form: they are compared as they run.
     """
+    model = trial.model
     if getattr(model.language, "trinity_quantised", None):
-        error, exact = _compare_in(model, ids, starts, None, _QUANTISED_TOLERANCE)
+        error, exact = _compare_in(trial, None, _QUANTISED_TOLERANCE)
         return error, _QUANTISED_TOLERANCE, exact
     with in_float32(model.language):
-        error, exact = _compare_in(model, ids, starts, torch.float32, _TOLERANCE)
+        error, exact = _compare_in(trial, torch.float32, _TOLERANCE)
     if error > _TOLERANCE or model.dtype == torch.float32:
         return error, _TOLERANCE, exact
-    noise = float(_row_errors(_own_logits(model, ids, starts), exact).max())
-    error = _error_of(_paged_logits(model, ids, starts), exact, model.dtype)
+    noise = float(_row_errors(_own_logits(trial), exact).max())
+    error = _error_of(_paged_logits(trial), exact, model.dtype)
     return error, min(1.0, max(_TOLERANCE, _NOISES * noise)), exact  # noise is infinite beyond float16
 
 
-def _compare_in(
-    model: LoadedModel, ids: np.ndarray, starts: list[int], dtype: torch.dtype | None, allowed: float
-) -> tuple[float, Tensor]:
+def _compare_in(trial: _Trial, dtype: torch.dtype | None, allowed: float) -> tuple[float, Tensor]:
     """Compare in a dtype (None: as it runs): the error, and the model's own logits. Chooses how states are written.
 
     Rows alone are tried where chunks agree, too: a chunk may be of one row, and decodes are recomputed. Where they
@@ -152,15 +169,15 @@ def _compare_in(
     (``StateLayout.rows_held``), and decodes are held to the model's own steps. Raises ``UnsupportedModel`` for code
     that wants both.
     """
-    layout = model.states
+    model, layout = trial.model, trial.model.states
     if layout is not None:
         layout.reset()  # a model that was refused is held, and tried again
-    whole = _own_logits(model, ids, starts)
-    errors = _row_errors(_paged_logits(model, ids, starts, dtype), whole)
+    whole = _own_logits(trial)
+    errors = _row_errors(_paged_logits(trial, dtype), whole)
     if layout is None:
         return float(errors.max()), whole
     layout.one_by_one = True
-    alone = float(_row_errors(_paged_logits(model, ids, starts, dtype), whole).max())
+    alone = float(_row_errors(_paged_logits(trial, dtype), whole).max())
     layout.one_by_one = float(errors[:-1].max()) > allowed
     error, bounded = alone if layout.one_by_one else max(alone, float(errors.max())), bounds_steps(model.language)
     if layout.one_by_one and bounded:
@@ -168,28 +185,27 @@ def _compare_in(
     if layout.one_by_one or (error <= _SAME and not bounded):
         return error, whole
     layout.hold_rows(model.language, model.adapter.text_config.hidden_size)
-    exact = _own_logits(model, ids, starts)
-    if float(errors[-1].max()) > allowed and _forgets(model, ids, starts, dtype, whole, exact):
+    exact = _own_logits(trial)
+    if float(errors[-1].max()) > allowed and _forgets(trial, dtype, whole, exact):
         return error, whole
-    tried = [_paged_logits(model, ids, starts, dtype, cuts=cuts) for cuts in (_CUTS, _ROWS)]
+    tried = [_paged_logits(trial, dtype, cuts=cuts) for cuts in (_CUTS, _ROWS)]
     return max(float(_row_errors(each, exact).max()) for each in tried), exact
 
 
-def _forgets(
-    model: LoadedModel, ids: np.ndarray, starts: list[int], dtype: torch.dtype | None, whole: Tensor, own: Tensor
-) -> bool:
+def _forgets(trial: _Trial, dtype: torch.dtype | None, whole: Tensor, own: Tensor) -> bool:
     """Tell if a model's ``own`` last step is as far from its ``whole`` forward as one without some of its states is.
 
     Where it bounds time steps, bounds may move a step as far, or further: it is then compared without them.
     """
+    model = trial.model
     assert model.states is not None
     if bounds_steps(model.language):
         with without_bounds(model.language):
-            whole, own = (_own_logits(model, ids, starts, steps=steps) for steps in (False, True))
+            whole, own = (_own_logits(trial, steps=steps) for steps in (False, True))
             return not float(_row_errors(own, whole)[-1].max()) <= _TOLERANCE
     off = float(_row_errors(own, whole)[-1].max())
     for name in {piece.name for piece in model.states.pieces} - {"held"}:
-        without = _paged_logits(model, ids, starts, dtype, zeroed=name)
+        without = _paged_logits(trial, dtype, zeroed=name)
         if float(_row_errors(without, whole)[-1].max()) < _NOISES * off:
             return True
     return False
@@ -233,45 +249,52 @@ def _make_prompts(model: LoadedModel, count: int) -> np.ndarray:
 
 
 @torch.inference_mode()
-def _own_logits(model: LoadedModel, ids: np.ndarray, starts: list[int], *, steps: bool | None = None) -> Tensor:
+def _own_logits(trial: _Trial, *, steps: bool | None = None) -> Tensor:
     """Compute [3 * starts, vocabulary]: logits after each cut, for the prompt from each start.
 
     - ``steps`` (where the model's own steps differ from its whole forward): the last are of a step behind the others.
     """
+    model, own = trial.model, trial.own
     if steps is None:
         steps = model.states is not None and model.states.rows_held
-    set_attention(model.language, model.adapter, "eager")
-    try:
-        given = torch.from_numpy(ids).to(model.device)
-        places = torch.tensor(starts, device=model.device)[:, None] + torch.arange(_LENGTH + 1, device=model.device)
-        whole = model.adapter.text_alone(model.language)
+    with _own_attention(model):
+        given = torch.from_numpy(trial.ids).to(model.device)
+        begins = torch.tensor(trial.starts, device=model.device)
+        places = begins[:, None] + torch.arange(_LENGTH + 1, device=model.device)
         name = "inputs_embeds" if model.adapter.flat else "input_ids"
-        fed = whole.get_input_embeddings()(given) if model.adapter.flat else given
-        logits: Tensor = whole(**{name: fed}, position_ids=places, use_cache=False).logits
+        fed = own.get_input_embeddings()(given) if model.adapter.flat else given
+        logits: Tensor = own(**{name: fed}, position_ids=places, use_cache=False).logits
         if steps:
-            first = whole(**{name: fed[:, :-1]}, position_ids=places[:, :-1], use_cache=True)
-            last = whole(
+            first = own(**{name: fed[:, :-1]}, position_ids=places[:, :-1], use_cache=True)
+            last = own(
                 **{name: fed[:, -1:]},
                 position_ids=places[:, -1:],
                 past_key_values=first.past_key_values,
                 use_cache=True,
             )
             logits = torch.cat((first.logits, last.logits), 1)
-    finally:
-        set_attention(model.language, model.adapter, PAGED_ATTENTION)
     return logits[:, [_CUT - 1, _LENGTH - 1, _LENGTH]].transpose(0, 1).flatten(0, 1).float()
 
 
+@contextmanager
+def _own_attention(model: LoadedModel) -> Iterator[None]:
+    """Have the text model attend as transformers does, while the context lasts."""
+    set_attention(model.language, model.adapter, "eager")
+    try:
+        yield
+    finally:
+        set_attention(model.language, model.adapter, PAGED_ATTENTION)
+
+
 def _paged_logits(
-    model: LoadedModel,
-    ids: np.ndarray,
-    starts: list[int],
+    trial: _Trial,
     dtype: torch.dtype | None = None,
     *,
     cuts: Sequence[tuple[int, int]] = _CUTS,
     zeroed: str = "",
 ) -> Tensor:
     """Compute the same through blocks, in chunks of these ``cuts``; with states of this name ``zeroed`` at the end."""
+    model, ids, starts = trial.model, trial.ids, trial.starts
     shape, axes, backend = model.kv_shape(), model.adapter.axes, TorchAttention()
     height, count = shape.shape[3], len(starts)
     kv = torch.zeros((1 + 3 * count, *shape.shape), dtype=dtype or shape.dtype, device=model.device)
