@@ -15,9 +15,10 @@ from transformers.tokenization_mistral_common import MistralCommonBackend
 
 from support.checkpoint_files import checkpoint
 from trinity.errors import ConfigError
+from trinity.preprocess.chat_template import ChatTemplate
 from trinity.preprocess.grammars import load_fast_tokenizer
 from trinity.preprocess.processor import RequestProcessor
-from trinity.preprocess.tokenizer_files import load_tokenizer
+from trinity.preprocess.tokenizer_files import READS_WHOLE_TEXTS, TRIMS_CHATS, load_tokenizer
 from trinity.request import Request
 from trinity.testing.any_media_tekken import write_tekken
 
@@ -102,6 +103,35 @@ def test_such_a_tokenizer_has_special_tokens_by_name_and_the_template_beside_it(
     theirs = load(directory, local_files_only=True, trust_remote_code=False)
     assert found("the thing")["input_ids"] == theirs("the thing")["input_ids"]
     assert (found("the")["input_ids"][0] == found.bos_token_id) is isinstance(theirs, MistralCommonBackend)
+
+
+@pytest.mark.parametrize("name", ["mistral", "llama"])
+def test_tekken_alone_is_read_once_and_begins_texts_as_transformers_has_it(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a type whose chats mistral-common writes where it is installed, and of one that it does not know."""
+    directory = Path(shutil.copytree(checkpoint(name), tmp_path / "model"))
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (directory / file).unlink()
+    write_tekken(directory)
+    auto: Any = transformers.AutoTokenizer
+    theirs = auto.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+    monkeypatch.delattr(auto, "from_pretrained")
+    found = load_tokenizer(directory)
+    assert found("the thing")["input_ids"] == theirs("the thing")["input_ids"]
+    assert getattr(found, TRIMS_CHATS) is isinstance(theirs, MistralCommonBackend)
+    assert getattr(found, READS_WHOLE_TEXTS)
+
+
+def test_answers_are_trimmed_where_their_writer_does_so_alone(directory: Path) -> None:
+    """A template of the checkpoint's own is heeded as it is where nothing of mistral-common's stands behind it."""
+    tokenizer = load_tokenizer(directory)
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}|{% endfor %}"
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b  "}, {"role": "user", "content": "c"}]
+    setattr(tokenizer, READS_WHOLE_TEXTS, True)
+    assert ChatTemplate(None, tokenizer).render(chat, None, {}) == "a|b  |c|"
+    setattr(tokenizer, TRIMS_CHATS, True)
+    assert ChatTemplate(None, tokenizer).render(chat, None, {}) == "a|b|c|"
 
 
 WITHOUT = """

@@ -12,6 +12,7 @@ from typing import Any
 from trinity.errors import describe_error
 from trinity.preprocess.media_kinds import Placeholder, part_keys
 from trinity.preprocess.prompt_problem import PromptProblem
+from trinity.preprocess.tokenizer_files import TRIMS_CHATS
 
 _TOOLS = re.compile(r"\btools\b")
 _OURS = frozenset(  # arguments of apply_chat_template that are no variables of a template
@@ -156,7 +157,7 @@ class ChatTemplate:
             raise PromptProblem(f"template_kwargs cannot set {', '.join(taken)}; leave it out", media=False)
         if self._placeholders and self._prints_parts:
             chat = [self._join(each) if each["role"] == "tool" else each for each in chat]
-        if getattr(self._tokenizer, "reads_whole_texts", False):
+        if getattr(self._tokenizer, TRIMS_CHATS, False):
             chat = list(map(_as_their_writer, chat))
         if self._joins:
             chat = list(map(self._join, chat))

@@ -11,6 +11,7 @@ from trinity.preprocess.control_tokens import HiddenTokens
 from trinity.preprocess.loader import LoadedProcessor
 from trinity.preprocess.prompt import PromptText
 from trinity.preprocess.seams import Seams
+from trinity.preprocess.tokenizer_files import READS_WHOLE_TEXTS
 
 _NO_LIMIT = 1 << 30
 
@@ -58,7 +59,7 @@ class PromptTokenizer:
 
     def _encode_pieces(self, pieces: Sequence[str], special: bool) -> list[int]:
         """Encode text and hidden tokens, with the tokens at either end of a text if ``special``."""
-        whole = getattr(self._tokenizer, "reads_whole_texts", False)
+        whole = getattr(self._tokenizer, READS_WHOLE_TEXTS, False)
         ids = self._encode_joined(pieces) if whole else self._encode_in_turn(pieces)
         if special:
             before, after = self._find_ends()
