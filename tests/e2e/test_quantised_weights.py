@@ -10,7 +10,7 @@ import pytest
 from support.checkpoint_files import checkpoint
 from support.exact_pipelines import requests
 from support.pipeline_options import pipeline_options
-from support.quantised import count_equal, count_needed, find_disagreement, make_oracle, quantised
+from support.quantised import count_equal, count_needed, find_disagreement, make_oracle, quantised, slow
 from support.shared_launcher import sharing
 from trinity import Pipeline, Request
 from trinity.errors import UnsupportedModel
@@ -21,7 +21,7 @@ SETTINGS: dict[str, Any] = {"dtype": "float32", "pools": {"image": 16, "kv": 256
 FAST = ["compressed-int4", "mxfp4"]
 SLOW = [
     *("bnb-int8", "bnb-nf4", "bnb-nf4-text", "compressed-int4-text", "compressed-int8", "compressed-fp8"),
-    *("torchao-int8", "torchao-int8-rows"),
+    *("torchao-int8", "torchao-int8-rows", "awq", "gptq"),
 ]
 
 
@@ -39,7 +39,7 @@ async def serve(name: str, placement: str, **settings: Any) -> list[tuple[int, .
     return [tuple(output.token_ids) for output in outputs]
 
 
-@pytest.fixture(scope="module", params=[*FAST, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+@pytest.fixture(scope="module", params=[*FAST, *slow(*SLOW)])
 def answered(request: pytest.FixtureRequest) -> tuple[str, list[OracleAnswer]]:
     oracle = make_oracle(request.param)
     return request.param, [oracle.answer(each) for each in asked(request.param)]
@@ -62,7 +62,7 @@ async def test_tokens_are_those_of_the_same_quantised_model(
 
 async def test_processes_load_them_too(answered: tuple[str, list[OracleAnswer]], torch_launcher: Launcher) -> None:
     name, answers = answered
-    if name in ("compressed-int4", "bnb-nf4", "torchao-int8"):
+    if name in ("compressed-int4", "bnb-nf4", "torchao-int8", "awq", "gptq"):
         with sharing(torch_launcher):
             check(name, await serve(name, "1E1P1D", hosting="process", connector="shm"), answers)
 

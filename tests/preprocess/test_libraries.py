@@ -35,6 +35,7 @@ def test_an_installed_library_has_a_version_and_another_none() -> None:
         ),
         (ImportError("\nX requires the num2words library but it was not found"), "pip install num2words"),
         (ImportError("cannot import name 'Y'"), ""),
+        (ModuleNotFoundError("No module named 'pcre.x'", name="pcre.x"), "pip install pcre"),
         (ValueError("torchaudio is a word in a message"), ""),
     ],
 )

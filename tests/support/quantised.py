@@ -14,16 +14,28 @@ from support.checkpoint_files import checkpoint
 from trinity.testing.oracle import Oracle, OracleAnswer
 
 PACKAGES = {
+    "awq": ("accelerate", "gptqmodel"),
     "bnb": ("accelerate", "bitsandbytes"),
     "compressed": ("compressed_tensors",),
+    "gptq": ("optimum", "gptqmodel"),
     "mxfp4": (),
     "torchao": ("torchao",),
 }
+_NOISY = (  # optimum asks what transformers 5.23 deprecates, and gptqmodel leaves a directory to the collector
+    pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+)
 ROUNDS_ACTIVATIONS = ("bnb-int8", "compressed-int8", "compressed-fp8", "torchao-int8-rows")
 """Their layers round inputs as they run: a number at the border falls on either side by the order of sums."""
 MAY_DIFFER = ("compressed-int8", "compressed-fp8", "torchao-int8-rows", "bnb-nf4", "bnb-nf4-text")  # in one request
 IN_16_BIT = ("bnb-nf4", "bnb-nf4-text")  # bitsandbytes multiplies in bfloat16 on a CPU that has it
 _TOLERANCE, _ROUNDED = 1e-4, 3e-2  # of the largest logit; transformers in two chunks is 2e-2 off transformers in one
+
+
+def slow(*names: str) -> list[Any]:
+    """Mark parameters, names of quantised checkpoints, as slow; the libraries of some warn."""
+    return [pytest.param(each, marks=(pytest.mark.slow, *(_NOISY if each == "gptq" else ()))) for each in names]
 
 
 def quantised(name: str) -> Path:

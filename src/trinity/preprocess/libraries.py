@@ -24,10 +24,11 @@ def library_version(name: str) -> str:
 
 
 def explain_library(error: BaseException) -> str:
-    """Say what to install where ``error`` is of a library that a processor asks for; "" for any other error."""
+    """Say what to install where ``error`` is of a library that is not here; "" for any other error."""
     asked = _ASKED.search(str(error))
-    name = asked[1] if asked else next((each for each in _HOW if f"/{each}/" in str(error)), "")
-    return how_to_install(name) if name else ""
+    lacking = error.name if isinstance(error, ModuleNotFoundError) else None
+    name = asked[1] if asked else next((each for each in _HOW if f"/{each}/" in str(error)), lacking or "")
+    return how_to_install(name.partition(".")[0]) if name else ""
 
 
 def how_to_install(name: str) -> str:

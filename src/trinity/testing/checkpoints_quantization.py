@@ -151,6 +151,64 @@ def _mxfp4(plain: Path, directory: Path, seed: int) -> None:
     _write_quantization(directory, {"quant_method": "mxfp4", "modules_to_not_convert": kept})
 
 
+def _packed(method: str) -> Callable[[Path, Path, int], None]:
+    """Have the text layers of a LLaVA rounded to the nearest of four bits, in the layout of GPTQ or AWQ."""
+
+    def build(plain: Path, directory: Path, seed: int) -> None:
+        from safetensors.torch import load_file, save_file
+
+        write_checkpoint(wide_llava(), directory, seed)
+        path = directory / "model.safetensors"
+        weights = load_file(path)
+        for name in [each for each in weights if "language" in each and each.endswith("proj.weight")]:
+            fields = (_pack_gptq if method == "gptq" else _pack_awq)(*_round_to_nibbles(weights.pop(name)))
+            weights |= {name.removesuffix("weight") + field: held.contiguous() for field, held in fields.items()}
+        save_file(weights, path, metadata={"format": "pt"})
+        _write_quantization(directory, _PACKED[method])
+
+    return build
+
+
+def _round_to_nibbles(weight: Any) -> tuple[Any, Any]:
+    """Round a weight [out, in] to 0 to 15 around 8: these [out, in], and the scales [out, groups]."""
+    groups = weight.view(len(weight), -1, SCALED_TOGETHER)
+    scales = groups.abs().amax(-1) / 7
+    return ((groups / scales[..., None]).round() + 8).int().view_as(weight), scales
+
+
+def _pack_gptq(nibbles: Any, scales: Any) -> dict[str, Any]:
+    """Pack eight inputs of an output into a word. A zero is stored less one."""
+    import torch
+
+    outputs, inputs = nibbles.shape
+    return {
+        "qweight": _to_words(nibbles.T.reshape(-1, 8, outputs).transpose(1, 2)),
+        "qzeros": _to_words(torch.full((scales.shape[1], outputs // 8, 8), 7)),
+        "scales": scales.T.half(),
+        "g_idx": torch.arange(inputs, dtype=torch.int32) // SCALED_TOGETHER,
+    }
+
+
+def _pack_awq(nibbles: Any, scales: Any) -> dict[str, Any]:
+    """Pack eight outputs of an input into a word, even ones first."""
+    import torch
+
+    outputs = len(nibbles)
+    return {
+        "qweight": _to_words(nibbles.T.reshape(-1, outputs // 8, 8)[..., [0, 2, 4, 6, 1, 3, 5, 7]]),
+        "qzeros": _to_words(torch.full((scales.shape[1], outputs // 8, 8), 8)),
+        "scales": scales.T.half(),
+    }
+
+
+def _to_words(nibbles: Any) -> Any:
+    """Pack the last axis, of eight, into words of 32 bits, the first one lowest."""
+    import torch
+
+    words = (nibbles.to(torch.int64) << torch.arange(0, 32, 4)).sum(-1)
+    return torch.where(words >= 2**31, words - 2**32, words).int()
+
+
 def _plain(plain: Path, directory: Path, seed: int) -> None:
     write_checkpoint(wide_llava(), directory, seed)
 
@@ -174,8 +232,14 @@ _EACH_TOKEN = {"symmetric": True, "strategy": "token", "dynamic": True}
 _EACH_STEP = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "tensor", "dynamic": True}
 _INT8_ROWS, _FP8_ROWS = {**_EACH_TOKEN, "num_bits": 8, "type": "int"}, {**_EACH_TOKEN, "num_bits": 8, "type": "float"}
 _HEAD, _NO_TOWER = ["lm_head"], ["lm_head", "re:.*vision_tower.*", "re:.*multi_modal_projector.*"]
+_GROUPS = {"bits": 4, "group_size": SCALED_TOGETHER}
+_PACKED: Mapping[str, dict[str, Any]] = {
+    "awq": {"quant_method": "awq", "version": "gemm", "zero_point": True, "modules_to_not_convert": _TOWER, **_GROUPS},
+    "gptq": {"quant_method": "gptq", "desc_act": False, "sym": True, "checkpoint_format": "gptq", **_GROUPS},
+}
 
 QUANTISED: Mapping[str, Callable[[Path, Path, int], None]] = {
+    "awq": _packed("awq"),
     "bnb-int8": _by_transformers(lambda: _int8(0.0)),
     "bnb-int8-outliers": _by_transformers(lambda: _int8(6.0)),
     "bnb-nf4": _by_transformers(_nf4),
@@ -185,6 +249,7 @@ QUANTISED: Mapping[str, Callable[[Path, Path, int], None]] = {
     "compressed-int8": _compressed(_INT8, _INT8_ROWS, _HEAD),
     "compressed-fp8": _compressed(_FP8, _FP8_ROWS, _HEAD),
     "compressed-mixed-rows": _compressed(_INT8, _EACH_STEP, _HEAD),
+    "gptq": _packed("gptq"),
     "mxfp4": _mxfp4,
     "plain": _plain,
     "torchao-int8": _by_transformers(_torchao),

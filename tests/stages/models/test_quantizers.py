@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,12 +15,19 @@ import transformers
 from support.checkpoint_files import checkpoint
 from support.quantised import quantised
 from trinity.costs.model_config import read_model_shape
-from trinity.errors import UnsupportedModel
+from trinity.errors import ConfigError, UnsupportedModel
 from trinity.stages.attention.interface import register_attention
 from trinity.stages.kernels.swaps import find_own_class
 from trinity.stages.models import load_model, loader, quantizers
 from trinity.stages.models.loader import can_share_weights, count_weight_bytes
-from trinity.stages.models.quantizers import QUANTIZERS, check_method, check_rows, find_quantised, list_held_tensors
+from trinity.stages.models.quantizers import (
+    QUANTIZERS,
+    check_dtype,
+    check_method,
+    check_rows,
+    find_quantised,
+    list_held_tensors,
+)
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 KEPT = ["bnb-nf4", "bnb-nf4-text", "bnb-int8", "torchao-int8"]
@@ -114,6 +122,22 @@ class Fine(torch.nn.Linear):
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         scale = input.abs().amax(-1, keepdim=True) / 127
         return super().forward((input / scale).round() * scale)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_text_model_that_runs_in_another_dtype_is_refused_with_its_own(dtype: torch.dtype) -> None:
+    """bitsandbytes keeps the dtype of its files, whatever is asked: keys and values would not fit their blocks."""
+    model = SimpleNamespace(get_input_embeddings=lambda: torch.nn.Embedding(4, 8, dtype=dtype))
+    check_dtype(model, dtype)
+    with pytest.raises(ConfigError, match=f"give dtype='{str(dtype).removeprefix('torch.')}'"):
+        check_dtype(model, torch.float16)
+
+
+@pytest.mark.slow
+def test_bitsandbytes_in_a_dtype_that_is_not_its_own_is_refused() -> None:
+    with pytest.raises(ConfigError, match="give dtype='float32'"):
+        load_model(quantised("bnb-nf4"), "PD", dtype="bfloat16")
+    load_model(quantised("bnb-nf4"), "E", dtype="bfloat16")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

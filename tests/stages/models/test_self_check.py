@@ -15,6 +15,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.ministral3 import modeling_ministral3
 
 from support.known_classes import declare_known, packs
+from support.quantised import quantised, slow
 from support.text_models import ORIGINAL, SERVED, build, generate, make_config, make_prompt, serve
 from trinity.errors import UnsupportedModel
 from trinity.stages.attention.torch_reference import TorchAttention
@@ -205,3 +206,49 @@ def test_prompts_begin_before_every_limit() -> None:
 def test_a_short_context_or_none_is_checked_from_its_beginning(length: int | None) -> None:
     starts = checks._list_starts(SimpleNamespace(max_position_embeddings=length))
     assert starts == ([0, 1] if length == 25 else [0])
+
+
+# ---------------------------------------------------------------- layers that stay quantised, in half precision
+
+
+SLOW = slow("awq", "gptq", "torchao-int8", "torchao-int8-rows")
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("name", ["compressed-int8", "compressed-fp8", *SLOW])
+def test_quantised_layers_are_checked_beyond_the_noise_of_their_dtype(name: str, dtype: str) -> None:
+    """In bfloat16 transformers' own logits of FP8 layers are up to 0.3 off those of the same in float32."""
+    checks.self_check(load_model(quantised(name), "PD", dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("name", ["compressed-int8", "compressed-fp8", *SLOW])
+def test_attention_that_is_wrong_over_quantised_layers_is_refused(
+    name: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = load_model(quantised(name), "PD", dtype=dtype)
+    monkeypatch.setattr(checks, "TorchAttention", make_wrong(query=1.5))
+    with pytest.raises(UnsupportedModel, match=r"through a paged cache its logits are [\d.e-]+ off"):
+        checks.self_check(model)
+
+
+def test_quantised_layers_that_take_no_float32_are_checked_as_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As GPTQModel's for CPUs, which keep the dtype of their first rows."""
+    model = load_model(quantised("compressed-int8"), "PD", dtype="bfloat16")
+    for layer in model.language.trinity_quantised:
+        monkeypatch.setattr(layer, "forward", _refuse_float32(layer.forward))
+    monkeypatch.setattr(checks, "_QUANTISED_TOLERANCE", 6e-2)  # where alone float32 would tell what is rounding
+    checks.self_check(model)
+    monkeypatch.setattr(checks, "TorchAttention", make_wrong(query=1.5))
+    with pytest.raises(UnsupportedModel, match="through a paged cache"):
+        checks.self_check(model)
+
+
+def _refuse_float32(forward: Any) -> Any:
+    def run(rows: Tensor) -> Tensor:
+        if rows.dtype == torch.float32:
+            raise ValueError("keep one dtype per layer")
+        found: Tensor = forward(rows)
+        return found
+
+    return run

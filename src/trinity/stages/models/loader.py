@@ -20,6 +20,7 @@ from trinity.memory.shared_regions import can_share, open_region
 from trinity.memory.weight_digests import LoadedFiles, are_only_touched, identify_files, sample_digest
 from trinity.memory.weight_shelf import Turn, take_turn
 from trinity.preprocess.checkpoint import read_config
+from trinity.preprocess.libraries import explain_library
 from trinity.stages.attention.interface import PAGED_ATTENTION, register_attention
 from trinity.stages.attention.kv_rows import KvRow
 from trinity.stages.attention.latent import watch_expansions
@@ -46,6 +47,7 @@ from trinity.stages.models.quantization import (
     read_quantization,
 )
 from trinity.stages.models.quantizers import (
+    check_dtype,
     check_rows,
     count_quantised_bytes,
     find_quantised,
@@ -224,6 +226,8 @@ def _part(
             prepare_states(part, find_adapter(read_config(directory), directory)[0])
         quantised = getattr(part, "trinity_quantised", None)
         if quantised:  # its layers are the library's, whose weights no kernel here can read
+            if name == "language":
+                check_dtype(part, dtype)
             check_rows(quantised, find_head(part), dtype, device)
         else:
             use_kernels(part, on_gpu=name == "language" and device.type == "cuda", packed=packed)
@@ -327,8 +331,8 @@ def _load_part(
             raise
         except Exception as exc:  # of transformers, torch, safetensors and pickle, which share no class
             raise ConfigError(
-                f"transformers cannot load the weights in {directory} ({type(exc).__name__}: {exc}); is the checkpoint "
-                "complete, and its config its own?"
+                f"transformers cannot load the weights in {directory} ({type(exc).__name__}: {exc}); "
+                f"{explain_library(exc) or 'is the checkpoint complete, and its config its own?'}"
             ) from exc
     lacking = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
     if lacking:

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from trinity.errors import UnsupportedModel, describe_error
+from trinity.errors import ConfigError, UnsupportedModel, describe_error
 from trinity.memory.weight_digests import list_weight_files
 from trinity.preprocess.checkpoint import list_sizes
 from trinity.stages.kernels.swaps import is_altered
@@ -187,6 +187,17 @@ def _name_class(module: Any) -> tuple[str, str]:
 
 def _is_plain_tensor(held: Any) -> bool:
     return held is None or (type(held) is nn.Parameter and held.is_floating_point() and held.dtype.itemsize > 1)
+
+
+def check_dtype(model: Any, dtype: torch.dtype) -> None:
+    """Raise ``ConfigError`` if a text model runs in another dtype: bitsandbytes keeps its files', whatever is asked.
+
+    Its keys and values would not fit the blocks.
+    """
+    found = model.get_input_embeddings().weight
+    if _is_plain_tensor(found) and found.dtype != dtype:
+        own = str(found.dtype).removeprefix("torch.")
+        raise ConfigError(f"this checkpoint's quantised weights run in {own} alone, not in {dtype}; give dtype={own!r}")
 
 
 @torch.inference_mode()
