@@ -30,7 +30,8 @@ transformers {version} and loads it as a pipeline does. *Listed*: the tests comp
 self-check*: it proves itself as it is loaded ([0006](docs/decisions/0006-what-a-model-must-prove.md),
 [0099](docs/decisions/0099-a-proof-for-models-that-nobody-listed.md)). `trinity check MODEL` does so for a checkpoint of
 yours. A refusal names the part. One that says "tiny checkpoint" is of the table itself: no small model of that type
-could be made here, and yours may serve.
+could be made here, and yours may serve. OpenGVLab's own folders of InternVL (`internvl_chat`) are converted to
+`internvl` as they are loaded ([0118](docs/decisions/0118-checkpoints-of-another-s-code.md)).
 
 {processors} of {media} multimodal types have a processor of images or audio that loads without torchvision.
 """

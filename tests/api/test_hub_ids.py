@@ -119,7 +119,8 @@ class Hub:
         if local_files_only:
             return str(self._find(name, revision=revision, local_files_only=True))
         self.asked.append((name, revision))
-        assert not any(each.endswith((".py", ".bin", ".pt")) for each in options["allow_patterns"])
+        patterns = set(options["allow_patterns"]) - {"conversation.py"}  # InternVL's chats, which are read as text
+        assert not any(each.endswith((".py", ".bin", ".pt")) for each in patterns)
         return str(cache_snapshot(self._cache, checkpoint("llama"), OTHER, "main"))
 
 

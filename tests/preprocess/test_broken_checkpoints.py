@@ -146,10 +146,6 @@ def test_a_config_of_any_size_is_not_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        (
-            {"model_type": "internvl_chat", "auto_map": {"AutoConfig": "a.B"}},
-            "never run here.*'internvl' is of the same",
-        ),
         ({"model_type": "minicpmv", "auto_map": {"AutoConfig": "a.B"}}, "never run here.*MiniCPM-V 4.6"),
         ({"model_type": "ours", "auto_map": {"AutoConfig": "a.B"}}, "never run here.*transformers' own format"),
         ({"model_type": "ours"}, "does not know: 'ours'.*a later release may.*register_adapter"),

@@ -28,6 +28,7 @@ from trinity.costs.state_config import read_states
 from trinity.errors import ConfigError, UnsupportedModel
 from trinity.errors.files import read_regular_file
 from trinity.errors.hub_ids import locate_model
+from trinity.errors.internvl_chat import convert_config, count_image, is_internvl_chat
 from trinity.traces.synthetic import VisualTokenRule
 
 _LLAMA = {"num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "intermediate_size": 11008}
@@ -93,6 +94,8 @@ def read_model_shape(folder: str | Path) -> ModelShape:
     beside = path.with_name("preprocessor_config.json")
     called = path.parent.resolve().name if found == Path(folder) else str(folder)  # a snapshot is called as its commit
     name = str(config.get("_name_or_path") or called)
+    if is_internvl_chat(config):
+        return from_config(convert_config(config), {"max_patches": count_image(config)[1]}, name=name)
     return from_config(config, _read_json(beside) if beside.is_file() else {}, name=name)
 
 

@@ -11,7 +11,8 @@ from typing import Any
 from trinity.errors import ConfigError, describe_error
 
 _ID = re.compile(r"(?P<id>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>\w[\w./-]*))?", re.ASCII)
-_FILES = ["*.json", "*.jinja", "*.model", "*.safetensors", "*.txt"]  # of a repository: nothing that is code or a pickle
+_FILES = ["*.json", "*.jinja", "*.model", "*.safetensors", "*.txt", "conversation.py"]
+# Of a repository no pickle, and no code but the chat templates of InternVL's, which are read as text and never run.
 _INDEX = "model.safetensors.index.json"
 
 

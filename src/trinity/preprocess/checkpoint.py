@@ -13,7 +13,9 @@ from typing import Any
 
 from trinity.errors import ConfigError, UnsupportedModel
 from trinity.errors.arguments import show
+from trinity.errors.internvl_chat import is_internvl_chat
 from trinity.errors.plain_values import find_scheme
+from trinity.preprocess.internvl_config import convert_fields
 from trinity.preprocess.model_types import explain_how_to_add
 
 MOST_CONFIG_BYTES = 16 << 20  # the largest published configs have some 100 KB
@@ -41,7 +43,6 @@ _ROTATED = "qk_rope_head_dim"  # of latent attention: its configs repeat it as h
 _LAYERS = ("num_hidden_layers", "depth")
 _ADAPTER = "adapter_config.json"
 _KIN = {
-    "internvl_chat": "'internvl' is of the same family: InternVL in transformers' own format, its names end in -hf",
     "minicpmv": "'minicpmv4_6' is of the same family: MiniCPM-V 4.6",
 }
 _MEDIA_IDS = tuple(f"{kind}_token_{what}" for kind in ("image", "video", "audio") for what in ("id", "index"))
@@ -68,7 +69,8 @@ def check_directory(model_dir: Path) -> None:
 def read_config(model_dir: Path) -> Any:
     """Read a checkpoint's config as transformers does, once its counts are possible ones.
 
-    Of a whole Qwen-Omni this is the config of its thinker, which writes all text; no talker is loaded.
+    Of a whole Qwen-Omni this is the config of its thinker, which writes all text; no talker is loaded. A checkpoint in
+    the format of OpenGVLab's own code has that of transformers' type, converted.
 
     Raises ``ConfigError`` where there is no checkpoint or no model can have its config, and ``UnsupportedModel`` where
     transformers does not know the architecture, or an adapter lies beside the weights.
@@ -77,12 +79,28 @@ def read_config(model_dir: Path) -> Any:
     _refuse_adapter(model_dir)
     fields = read_json(model_dir / "config.json")
     _check_counts(fields, model_dir)
+    if is_internvl_chat(fields):
+        fields = convert_fields(fields, model_dir)
+        return _make_config(fields, model_dir)
     from transformers import AutoConfig
 
     try:
         return _take_thinker(AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False))
     except Exception as exc:  # its own readers, and those of each architecture's config, raise what they like
         raise UnsupportedModel(f"{str(model_dir)!r} {_explain_unread(fields, exc)}") from exc
+
+
+def _make_config(fields: dict[str, Any], model_dir: Path) -> Any:
+    """Make the config of one of transformers' types of converted fields."""
+    from transformers import CONFIG_MAPPING
+
+    try:
+        return CONFIG_MAPPING[fields["model_type"]].from_dict(fields)
+    except Exception as exc:
+        raise ConfigError(
+            f"{str(model_dir)!r} has a config that transformers cannot read once it is converted "
+            f"({type(exc).__name__}: {exc!s:.300}); mend it"
+        ) from exc
 
 
 def _refuse_adapter(model_dir: Path) -> None:

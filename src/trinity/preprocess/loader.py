@@ -20,6 +20,8 @@ from trinity.errors import ConfigError, UnsupportedModel
 from trinity.errors.arguments import show
 from trinity.preprocess.checkpoint import read_config, read_json
 from trinity.preprocess.clip_windows import take_text_too
+from trinity.preprocess.internvl_config import has_internvl_chat
+from trinity.preprocess.internvl_parts import PROCESSOR, make_internvl_processor
 from trinity.preprocess.libraries import explain_library
 from trinity.preprocess.media_kinds import ModelFiles, Placeholder, kind_names, list_kinds
 from trinity.preprocess.model_types import check_config, explain_how_to_add
@@ -256,6 +258,8 @@ def load_processor(model_dir: Path, config: Any, tokenizer: Any) -> Any:
 
     A processor that requires a video processor gets ``NoVideo``. Raises what transformers raises on malformed files.
     """
+    if has_internvl_chat(model_dir):
+        return make_internvl_processor(_accept_stand_in(find_processor_class(PROCESSOR)), model_dir, tokenizer)
     processor_class = _processor_class(model_dir, config)
     if processor_class is None:
         return None
@@ -368,7 +372,12 @@ def _eos_ids(
     """Find the end-of-sequence ids as generate() does: generation config, else model config, else tokenizer."""
     text = config.get_text_config()
     config = config.get_text_config(decoder=True) if text_writes else config
-    followed = not text_writes and ignore is not True and "eos_token_id" not in (ignore or ())
+    followed = (
+        not text_writes
+        and not has_internvl_chat(model_dir)
+        and ignore is not True
+        and "eos_token_id" not in (ignore or ())
+    )
     named = read_json(model_dir / "generation_config.json").get("eos_token_id") if followed else None
     for ids in (named, getattr(config, "eos_token_id", None), getattr(text, "eos_token_id", None)):
         if ids is not None:

@@ -8,6 +8,8 @@ from typing import Any
 
 from trinity.errors import ConfigError
 from trinity.preprocess.checkpoint import read_config
+from trinity.preprocess.internvl_config import has_internvl_chat
+from trinity.preprocess.internvl_parts import load_internvl_tokenizer
 from trinity.preprocess.libraries import how_to_install, library_version
 
 TEKKEN = "tekken.json"
@@ -27,6 +29,8 @@ def load_tokenizer(directory: Path) -> Any:
     """
     from transformers import PreTrainedTokenizerFast
 
+    if has_internvl_chat(directory):
+        return load_internvl_tokenizer(directory)
     if has_tekken_alone(directory):
         return _convert(directory, as_written=_is_of_writer(directory))
     found = _load_as_transformers(directory)

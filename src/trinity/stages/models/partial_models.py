@@ -8,8 +8,10 @@ from typing import Any
 import torch
 
 from trinity.errors import UnsupportedModel
+from trinity.errors.internvl_chat import ARCHITECTURE
 from trinity.preprocess.checkpoint import check_elements
 from trinity.stages.models.base import ModelAdapter, find_head
+from trinity.stages.models.internvl_weights import find_chat_class
 from trinity.stages.models.own_modules import own_modules
 from trinity.stages.models.registry import HOW_TO_ADD
 
@@ -22,6 +24,8 @@ def find_model_class(config: Any) -> Any:
     )
 
     for named in getattr(config, "architectures", None) or ():
+        if named == ARCHITECTURE:
+            return find_chat_class()
         if hasattr(transformers, named):
             return getattr(transformers, named)
     for mapping in (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING):
