@@ -1,4 +1,4 @@
-"""Folders in the format that OpenGVLab publishes InternVL 2 to 3 in, tiny and with seeded weights.
+"""Folders in the format that OpenGVLab publishes InternVL 2 to 3.5 in, tiny and with seeded weights.
 
 Names, shapes and settings are those of the original code (github.com/OpenGVLab/InternVL, commit
 2410d1dbf208f0e799459aff9376e5747dbf41a2, MIT), which loads such a folder as it is. Nothing here knows how the product
@@ -93,6 +93,8 @@ _CLASSES = {
     "internlm2": "InternLM2ForCausalLM",
     "llama": "LlamaForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
 }
 
 
@@ -130,7 +132,23 @@ QWEN = Published(
 LLAMA = Published("llama", llm={"rope_theta": 500000.0})
 # InternLM2 has biases in its attention where its config says so.
 BIASED = Published(llm={"bias": True})
-PUBLISHED = {"small": SMALL_TOWER, "large": LARGE_TOWER, "qwen": QWEN, "llama": LLAMA, "biased": BIASED}
+# As InternVL3.5, whose code is that of internvl_chat_gpt_oss beside the others' in the same repository.
+QWEN3 = Published("qwen3", llm={"head_dim": 32, "attention_bias": False}, fields={"template": "tiny-lines"})
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
+MIXTURE = Published(
+    "qwen3_moe",
+    llm={**EXPERTS, "decoder_sparse_step": 1, "mlp_only_layers": [], "head_dim": 16, "attention_bias": False},
+    fields={"template": "tiny-lines"},
+)
+PUBLISHED = {
+    "small": SMALL_TOWER,
+    "large": LARGE_TOWER,
+    "qwen": QWEN,
+    "llama": LLAMA,
+    "biased": BIASED,
+    "qwen3": QWEN3,
+    "mixture": MIXTURE,
+}
 
 
 def write_published(folder: Path, made: Published) -> Path:
@@ -244,21 +262,36 @@ def _list_internlm2(llm: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ..
 
 
 def _list_llama(llm: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
-    width, inner, each = llm["hidden_size"], llm["intermediate_size"], llm["hidden_size"] // llm["num_attention_heads"]
-    keys = llm["num_key_value_heads"] * each
+    width, each = llm["hidden_size"], llm.get("head_dim", llm["hidden_size"] // llm["num_attention_heads"])
+    rows, keys = llm["num_attention_heads"] * each, llm["num_key_value_heads"] * each
     yield "language_model.model.embed_tokens.weight", (llm["vocab_size"], width)
     for layer in range(llm["num_hidden_layers"]):
         root = f"language_model.model.layers.{layer}."
-        for name, rows in (("q_proj", width), ("k_proj", keys), ("v_proj", keys), ("o_proj", width)):
-            yield f"{root}self_attn.{name}.weight", (rows, width)
-            if llm["model_type"] == "qwen2" and name != "o_proj":
-                yield f"{root}self_attn.{name}.bias", (rows,)
-        for name, shape in (("gate_proj", (inner, width)), ("up_proj", (inner, width)), ("down_proj", (width, inner))):
-            yield f"{root}mlp.{name}.weight", shape
+        for name, count in (("q_proj", rows), ("k_proj", keys), ("v_proj", keys)):
+            yield f"{root}self_attn.{name}.weight", (count, width)
+            if llm["model_type"] == "qwen2":
+                yield f"{root}self_attn.{name}.bias", (count,)
+        yield f"{root}self_attn.o_proj.weight", (width, rows)
+        if llm["model_type"].startswith("qwen3"):
+            yield from ((f"{root}self_attn.{name}_norm.weight", (each,)) for name in "qk")
+        yield from _list_gated(f"{root}mlp.", llm)
         yield f"{root}input_layernorm.weight", (width,)
         yield f"{root}post_attention_layernorm.weight", (width,)
     yield "language_model.model.norm.weight", (width,)
     yield "language_model.lm_head.weight", (llm["vocab_size"], width)
+
+
+def _list_gated(root: str, llm: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int, ...]]]:
+    width, roots, inner = llm["hidden_size"], [root], llm["intermediate_size"]
+    if "num_experts" in llm:
+        yield f"{root}gate.weight", (llm["num_experts"], width)
+        roots, inner = (
+            [f"{root}experts.{number}." for number in range(llm["num_experts"])],
+            llm["moe_intermediate_size"],
+        )
+    for each in roots:
+        yield from ((f"{each}{name}_proj.weight", (inner, width)) for name in ("gate", "up"))
+        yield f"{each}down_proj.weight", (width, inner)
 
 
 def make_tensor(name: str, shape: tuple[int, ...]) -> torch.Tensor:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 MEDIA_TOKENS = ("<img>", "</img>", "<IMG_CONTEXT>", "<quad>", "</quad>", "<ref>", "</ref>", "<box>", "</box>")
-BYTE_LEVEL = ("qwen2", "llama")
+BYTE_LEVEL = ("qwen2", "qwen3", "qwen3_moe", "llama")
 _WORDS = ["the", "picture", "describe", "what", "is", "in", "this", "image", "a", "cat", "two", "three", "short"]
 _WORDS += ["words", "of", "answer", "and"]
 _NORMAL, _UNKNOWN, _CONTROL, _OWN, _BYTE = 1, 2, 3, 4, 6  # types of pieces

@@ -1,4 +1,4 @@
-"""Checkpoints as OpenGVLab publishes InternVL 2 to 3 (``internvl_chat``), as transformers' type ``internvl``.
+"""Checkpoints as OpenGVLab publishes InternVL 2 to 3.5 (``internvl_chat``), as transformers' type ``internvl``.
 
 What is the same there under other names is renamed. What is not is refused by name: it would answer, and wrongly.
 """
@@ -62,6 +62,8 @@ _TEXTS = {
     "InternLM2ForCausalLM": "llama",
     "LlamaForCausalLM": "llama",
     "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
 }
 _OF_ITS_CODE = ("architectures", "auto_map", "attn_implementation", "dtype", "torch_dtype", "use_flash_attn")
 

@@ -64,8 +64,8 @@ def _check_class(fields: dict[str, Any], directory: Path) -> str:
         )
     if fields.get("legacy") is False and named in _SPLITTERS:
         raise UnsupportedModel(
-            f"the tokenizer of {str(directory)!r} says legacy=false: its class treats a space at the beginning of a text "
-            "apart, which is not converted"
+            f"the tokenizer of {str(directory)!r} says legacy=false: its class treats a space at the beginning of a "
+            "text apart, which is not converted"
         )
     return str(named)
 
