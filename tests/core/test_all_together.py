@@ -82,6 +82,7 @@ FOUND = {
     10_733: "one that waited for a turn and was to run alone was sent a second time as its turn came",
     6561: "the check took the present attempt of a request for one that an instance had been told to forget",
     601_272: "the check took a block that decodes had filled for what had been pulled to it for another request",
+    612_311: "a move was asked for while no instance decoded: this world alone could not draw a place for it",
     1108: "one whose pause was over at the same moment as an older one's went ahead of it",
 }
 

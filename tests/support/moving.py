@@ -44,11 +44,9 @@ class Mover:
             self.ask(command.request, self.cluster.now + self.draw.choice([0.0, 0.0, 0.01, 0.3]))
 
     def ask(self, request: str, at: float) -> None:
-        self.cluster.post(
-            at,
-            FRONTEND,
-            MoveRequest(request, self.draw.choice(self.decoders if self.draw.random() < 0.95 else ["nobody"])),
-        )
+        anyone = self.decoders or ["nobody"]  # for a while none decodes: a life that has ended was to be the last D
+        to = self.draw.choice(anyone if self.draw.random() < 0.95 else ["nobody"])
+        self.cluster.post(at, FRONTEND, MoveRequest(request, to))
 
     def after_event(self, name: str) -> None:
         pass
