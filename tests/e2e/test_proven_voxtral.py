@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import io
 import json
 import random
 import shutil
-from collections.abc import Mapping
 from functools import cache
 from itertools import groupby
 from pathlib import Path
@@ -17,26 +14,23 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-import soundfile  # type: ignore[import-untyped, import-not-found, unused-ignore]
 import torch
 
-from support.checkpoint_files import checkpoint
 from support.recordings import Served, case_of, copy_of, serve
 from support.sounds import RATE, clip, encoded
+from support.voxtral_route import OUTPUTS, front, own, voxtral
 from trinity.core.scheduler import BatchRules
-from trinity.errors import BadMedia, RequestError
+from trinity.errors import BadMedia, RequestError, RequestTooLarge
 from trinity.pipeline import Pipeline
 from trinity.preprocess.media_limits import MediaLimits
 from trinity.preprocess.processor import RequestProcessor
-from trinity.preprocess.verdicts import MediaFacts, find_verdict, on_trial
+from trinity.preprocess.verdicts import MediaFacts, on_trial
 from trinity.request import Media, Request, Sampling
-from trinity.stages.proof import prove
 from trinity.testing.oracle import OracleAnswer
 from trinity.testing.transports import zero_after_read
 
 pytest.importorskip("mistral_common", reason="Voxtral's chats are written by mistral-common")
 
-OUTPUTS = 10
 WITHIN = 1e-4  # of the largest logit
 METHODS = ("E+P+D", "EPD", "EP+D", "ED+P", "PD+E")
 SETTINGS: dict[str, Any] = {
@@ -45,15 +39,6 @@ SETTINGS: dict[str, Any] = {
 }
 WINDOW = 375  # tokens of thirty seconds
 BEGIN_AUDIO, AUDIO = 25, 24
-
-
-@cache
-def voxtral() -> Path:
-    directory = checkpoint("any-voxtral")
-    if find_verdict(directory) is None:
-        failed = prove(directory).failed
-        assert failed is None, failed
-    return directory
 
 
 def ask(name: str, *sounds: Any, words: str = "What is said?") -> Request:
@@ -86,54 +71,6 @@ def as_named(request: Request) -> Request:
     assert request.messages is not None
     turns = request.messages[:1] if request.request_id == "one turn" else request.messages
     return msgspec.structs.replace(request, messages=turns)
-
-
-class OwnRoute:
-    """transformers' documented route: the processor's chats with clips in base64, and the model's ``generate()``."""
-
-    def __init__(self, directory: Path) -> None:
-        from transformers import AutoProcessor, VoxtralForConditionalGeneration
-
-        local: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-        load_processor: Any = AutoProcessor.from_pretrained
-        load_model: Any = VoxtralForConditionalGeneration.from_pretrained
-        self.processor = load_processor(directory, **local)
-        self.model = load_model(directory, dtype=torch.float32, **local).eval()
-        assert type(self.processor).__name__ == "VoxtralProcessor"
-        assert type(self.processor.tokenizer).__name__ == "MistralCommonBackend"
-
-    def inputs(self, request: Request) -> dict[str, Any]:
-        left = iter(request.media)
-        assert request.messages is not None
-        chat = [
-            {**message, "content": [self._part(part, left) for part in message["content"]]}
-            for message in request.messages
-        ]
-        return dict(self.processor.apply_chat_template(chat))
-
-    def _part(self, part: Mapping[str, Any], left: Any) -> dict[str, Any]:
-        if part["type"] != "audio":
-            return dict(part)
-        source = next(left).source
-        if not isinstance(source, bytes):
-            file = io.BytesIO()
-            soundfile.write(file, source, RATE, format="WAV", subtype="FLOAT")
-            source = file.getvalue()
-        return {"type": "audio", "base64": base64.b64encode(source).decode()}
-
-    def answer(self, request: Request) -> OracleAnswer:
-        inputs = self.inputs(request)
-        settings = {"do_sample": False, "max_new_tokens": OUTPUTS, "eos_token_id": None, "pad_token_id": 0}
-        noted = {"return_dict_in_generate": True, "output_logits": True}
-        with torch.inference_mode():
-            found = self.model.generate(**inputs, **settings, **noted)
-        tokens = found.sequences[0, inputs["input_ids"].shape[1] :].tolist()
-        return OracleAnswer(tokens, torch.cat(list(found.logits)))
-
-
-@cache
-def own() -> OwnRoute:
-    return OwnRoute(voxtral())
 
 
 @cache
@@ -204,11 +141,6 @@ def test_a_preempted_clip_goes_on_as_if_nothing_had_been() -> None:
     assert any(output.preemptions for output in found.outputs.values()), "the pool was large enough for all"
 
 
-@cache
-def front() -> RequestProcessor:
-    return RequestProcessor(voxtral())
-
-
 CONTROL = (
     "see [INST] there",
     "[/INST]",
@@ -232,45 +164,6 @@ def test_control_tokens_of_a_stranger_stay_text_as_mistral_common_leaves_them(te
 def test_raw_text_has_the_ids_of_mistral_common(text: str) -> None:
     found = front().process(Request(text, untrusted=True)).work.prompt
     assert list(found) == own().processor.tokenizer(text)["input_ids"]
-
-
-def turns_around(answer: Any) -> list[dict[str, Any]]:
-    ask, more = ({"role": "user", "content": text} for text in ("a ", " b  "))
-    return [ask, {"role": "assistant", "content": answer}, more]
-
-
-def in_parts(*texts: str) -> list[dict[str, str]]:
-    return [{"type": "text", "text": each} for each in texts]
-
-
-@pytest.mark.parametrize(
-    "answer",
-    [
-        "Two words. ",
-        "  Two",
-        "Two words. \n",
-        "x   ",
-        in_parts("Two ", "words. "),
-        in_parts("Two ", "  "),
-        in_parts("Two", " ", " "),
-    ],
-    ids=str,
-)
-@pytest.mark.parametrize("untrusted", [False, True])
-def test_an_answer_ends_without_its_last_spaces(answer: Any, untrusted: bool) -> None:
-    """mistral-common takes them off, and its template does not: a client that sends an answer back may have them."""
-    found = front().process(Request(messages=turns_around(answer), untrusted=untrusted)).work.prompt
-    assert list(found) == own().processor.apply_chat_template(turns_around(answer))["input_ids"][0].tolist()
-
-
-@pytest.mark.parametrize("texts", [("a", ""), ("", "a"), ("a", "", "b"), ("",), ("  ", "")])
-@pytest.mark.parametrize("untrusted", [False, True])
-def test_empty_parts_are_left_out(texts: tuple[str, ...], untrusted: bool) -> None:
-    chat = [{"role": "user", "content": in_parts(*texts)}]
-    chats = [chat, turns_around(in_parts(*texts))] if any(each.strip() for each in texts) else [chat]
-    for each in chats:
-        found = front().process(Request(messages=each, untrusted=untrusted)).work.prompt
-        assert list(found) == own().processor.apply_chat_template(each)["input_ids"][0].tolist()
 
 
 BITS = (
@@ -325,28 +218,6 @@ def test_a_trusted_text_may_not_have_a_clips_placeholder() -> None:
         front().process(ask("r", clip(1), words="[AUDIO]"))
 
 
-TOOLS = [{"type": "function", "function": {"name": "weather", "description": "Sées it", "parameters": {}}}]
-CALL = {"id": "abcdefghi", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
-CHATS: dict[str, list[dict[str, Any]]] = {
-    "system": [{"role": "system", "content": "Be [INST] brief."}, {"role": "user", "content": "the thing"}],
-    "users": [{"role": "user", "content": "Hi"}, {"role": "user", "content": "the </s>thing"}],
-    "called": [
-        {"role": "user", "content": "Hi"},
-        {"role": "assistant", "content": None, "tool_calls": [CALL]},
-        {"role": "tool", "tool_call_id": "abcdefghi", "content": "rain"},
-        {"role": "user", "content": "the thing"},
-    ],
-}
-
-
-@pytest.mark.parametrize("tools", [None, TOOLS])
-@pytest.mark.parametrize("name", CHATS)
-def test_other_chats_have_the_ids_of_mistral_common_too(name: str, tools: Any) -> None:
-    found = front().process(Request(messages=CHATS[name], tools=tools, untrusted=True)).work.prompt
-    settings = {"tools": tools, "tokenize": True, "return_dict": True}
-    assert list(found) == own().processor.tokenizer.apply_chat_template(CHATS[name], **settings)["input_ids"]
-
-
 def test_a_raw_prompt_has_the_tokens_of_a_clip_where_its_marker_is() -> None:
     found = front().process(Request("the <audio> thing", media=[Media("audio", clip(1))])).work.prompt
     before, after = (own().processor.tokenizer(text)["input_ids"] for text in ("the ", " thing"))
@@ -392,3 +263,11 @@ def test_what_a_clip_costs_is_of_whole_windows() -> None:
     reader: Any = front().readers["audio"]
     short, long = (reader.estimate(int(seconds * RATE)) for seconds in (1, 31))
     assert long.bytes == pytest.approx(2 * short.bytes, rel=0.01)
+
+
+def test_a_prompt_that_is_too_long_is_to_have_less_of_the_media_at_hand() -> None:
+    long = "the thing " * 30_000
+    with pytest.raises(RequestTooLarge, match=rf"\({WINDOW} of them of media\).* shorten it or give .*shorter clips$"):
+        front().process(ask("r", clip(1), words=long))
+    with pytest.raises(RequestTooLarge, match=r"\(prompt limit \d+\); shorten it$"):
+        front().process(ask("r", words=long))

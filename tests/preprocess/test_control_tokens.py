@@ -142,7 +142,7 @@ def test_a_text_of_nothing_else_costs_little_and_is_refused_before_it_is_tokeniz
 
     monkeypatch.setattr(tokenizer, "_encode_inside", encode)
     text = "</s>" * (processor.context_length - 1 + extra)
-    with pytest.raises(RequestTooLarge, match="far more" if extra else "tokens \\(0 of them visual"):
+    with pytest.raises(RequestTooLarge, match="far more" if extra else "tokens \\(0 of them of media"):
         processor.process(Request(text, untrusted=True))
     assert encoded == [] if extra else len(encoded) == len(set(encoded))
 

@@ -158,7 +158,7 @@ def test_visual_tokens_count_towards_the_context(llava: RequestProcessor) -> Non
     said = refused(
         roomy, RequestTooLarge, Request("<image>" * (images - 1) + "word " * 20, images=[IMAGE] * (images - 1))
     )
-    assert f"{16 * (images - 1)} of them visual" in said
+    assert f"{16 * (images - 1)} of them of media" in said
     roomy.close()
 
 

@@ -89,7 +89,7 @@ def test_one_that_is_too_large_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     (finished,) = end_requests([("r", 3)], caught.value, ())
     assert finished.failure is not None
     assert finished.failure.error == "RequestTooLarge"
-    assert "smaller images" in finished.failure.message
+    assert "smaller media" in finished.failure.message
 
 
 def test_rows_of_a_step_that_can_be_sent_are_sent() -> None:
@@ -231,7 +231,7 @@ async def test_a_request_above_the_limit_ends_alone_before_anything_is_sent(monk
         monkeypatch.setattr(channels, "MAX_MESSAGE", 10_000)
         served = asyncio.gather(*(pipe.complete(request) for request in requests))
         for _ in range(3):
-            with pytest.raises(RequestTooLarge, match="smaller images"):
+            with pytest.raises(RequestTooLarge, match="smaller media"):
                 await pipe.complete(large)
         check(list(await served), requests)
         await pipe.wait_idle()

@@ -23,7 +23,7 @@ def find_malformed(work: Work, router: Router, known: bool) -> Failure | None:
         return Failure("RequestError", text)
     if work.encode_only and not (work.media and router.known("E")):
         return Failure(
-            "RequestError", "the features of a request need at least one image, and an instance with stage E"
+            "RequestError", "the features of a request need at least one item of media, and an instance with stage E"
         )
     if not work.encode_only and (not work.prompt or work.max_tokens < 1):
         text = f"a prompt of {len(work.prompt)} tokens and an output of {work.max_tokens}; both need at least one"
@@ -37,7 +37,7 @@ def find_overload(waiting: int, most: int, waiting_bytes: int, input_bytes: int,
         return Failure("Overloaded", f"{waiting} requests wait already; try later or raise max_waiting")
     if input_bytes > most_bytes:
         text = f"its media make {input_bytes} bytes, above max_waiting_bytes ({most_bytes})"
-        return Failure("RequestTooLarge", f"{text}; send fewer or smaller images")
+        return Failure("RequestTooLarge", f"{text}; send fewer or smaller media")
     if waiting_bytes + input_bytes > most_bytes:
         text = f"the media of requests that wait have {waiting_bytes} bytes already"
         return Failure("Overloaded", f"{text}; try later or raise max_waiting_bytes")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, partial
 from types import MappingProxyType
 from typing import Any
 
@@ -13,6 +13,7 @@ from trinity.errors import describe_error
 from trinity.preprocess.media_kinds import Placeholder, part_keys
 from trinity.preprocess.prompt_problem import PromptProblem
 from trinity.preprocess.tokenizer_files import TRIMS_CHATS
+from trinity.preprocess.trimmed_chats import write_trimmed
 
 _TOOLS = re.compile(r"\btools\b")
 _OURS = frozenset(  # arguments of apply_chat_template that are no variables of a template
@@ -157,37 +158,36 @@ class ChatTemplate:
             raise PromptProblem(f"template_kwargs cannot set {', '.join(taken)}; leave it out", media=False)
         if self._placeholders and self._prints_parts:
             chat = [self._join(each) if each["role"] == "tool" else each for each in chat]
-        if getattr(self._tokenizer, TRIMS_CHATS, False):
-            chat = list(map(_as_their_writer, chat))
         if self._joins:
             chat = list(map(self._join, chat))
         elif self._named:
             chat = list(map(self._rename, chat))
-        settings = {"add_generation_prompt": not variables.get("continue_final_message"), **variables}
+        goes_on = bool(variables.get("continue_final_message"))
+        settings = {
+            "add_generation_prompt": not goes_on,
+            **variables,
+            "chat_template": template,
+            "tools": tools or None,
+        }
         try:
-            rendered = self._tokenizer.apply_chat_template(
-                chat, chat_template=template, tools=tools or None, tokenize=False, **settings
-            )
+            if getattr(self._tokenizer, TRIMS_CHATS, False):
+                write = partial(self._write_part, settings)
+                return write_trimmed(chat, write, self._tokenizer.bos_token, goes_on)
+            return self._write(chat, settings)
+        except PromptProblem:
+            raise
         except Exception as exc:  # templates raise jinja errors, or others from the values they get
             raise PromptProblem(
                 f"the chat template refuses these messages ({describe_error(exc)})", media=False
             ) from exc
-        return str(rendered)
+
+    def _write(self, chat: Sequence[Mapping[str, Any]], settings: Mapping[str, Any]) -> str:
+        return str(self._tokenizer.apply_chat_template(chat, tokenize=False, **settings))
+
+    def _write_part(self, settings: Mapping[str, Any], chat: Sequence[Mapping[str, Any]], goes_on: bool) -> str:
+        return self._write(chat, {**settings, "add_generation_prompt": not goes_on, "continue_final_message": goes_on})
 
 
 def _describe(name: str) -> list[dict[str, str]]:
     """Make the parts of a message with one medium, by the type of its part."""
     return [{"type": name}, {"type": "text", "text": "x"}]
-
-
-def _as_their_writer(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Leave out empty parts, and spaces at the end of an answer: mistral-common does, its templates do not."""
-    content = message.get("content")
-    if not content:
-        return dict(message)
-    if isinstance(content, str):
-        return {**message, "content": content.rstrip(" ") if message["role"] == "assistant" else content}
-    *others, last = [part for part in content if part["type"] != "text" or part["text"]] or content[:1]
-    if message["role"] == "assistant" and last["type"] == "text":
-        last = {**last, "text": last["text"].rstrip(" ")}
-    return {**message, "content": [*others, last]}

@@ -20,9 +20,9 @@ def admit_media(
     """Raise what is wrong with the media of a request for a model of these kinds: ``BadMedia``, ``RequestError``."""
     name, model_type = request.request_id, str(loaded.config.model_type)
     if not (media or loaded.text_alone):
+        one = {"image": "an image", "audio": "a clip"}.get(kinds[0].name, f"a {kinds[0].name}")
         raise RequestError(
-            f"model type {model_type!r} takes no prompt without an image: its own processor refuses it; give an image",
-            name,
+            f"model type {model_type!r} takes no prompt without {one}: its own processor refuses it; give {one}", name
         )
     known = {kind.name for kind in kinds}
     for item in media:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
@@ -15,6 +15,7 @@ from trinity.errors.arguments import Count, Positive, Whole, check_struct
 from trinity.errors.plain_values import absolute_path
 from trinity.preprocess.url_rules import UrlRules
 
+_LESS = {"image": "fewer or smaller images", "video": "fewer or shorter videos", "audio": "fewer or shorter clips"}
 Directory = Annotated[str, msgspec.Meta(min_length=1)]
 
 
@@ -114,15 +115,30 @@ class Estimate(msgspec.Struct, frozen=True):
     tokens: int | None = None
 
 
+def advise_less(kinds: Collection[str]) -> str:
+    """Say what to give less of, by the kinds of the media that a request has."""
+    named = (_LESS.get(kind, f"fewer media of kind {kind!r}") for kind in sorted(set(kinds)))
+    return ", or ".join(named) or "fewer or smaller media"
+
+
+def explain_length(tokens: int, of_media: int, context: int, limit: int, kinds: Collection[str]) -> str:
+    """Say that a prompt of ``tokens``, some of them of media of these kinds, is beyond ``limit``."""
+    return (
+        f"the prompt has {tokens} tokens ({of_media} of them of media) and must leave room for an output in a context "
+        f"of {context} (prompt limit {limit}); shorten it" + (f" or give {advise_less(kinds)}" if kinds else "")
+    )
+
+
 class MediaBudget:
-    """Counts what the images of one request cost, on whichever threads they are processed.
+    """Counts what the media of one request cost, on whichever threads they are processed.
 
     - ``limits``: what they may cost.
     - ``prompt_limit`` (tokens): longest prompt.
+    - ``kinds`` (()): of these media, which a refusal names.
     """
 
-    def __init__(self, limits: MediaLimits, prompt_limit: int) -> None:
-        self._limits, self._prompt_limit = limits, prompt_limit
+    def __init__(self, limits: MediaLimits, prompt_limit: int, kinds: Collection[str] = ()) -> None:
+        self._limits, self._prompt_limit, self._kinds = limits, prompt_limit, kinds
         self._lock = threading.Lock()
         self._bytes = self._tokens = 0
         self._seconds = 0.0
@@ -147,7 +163,7 @@ class MediaBudget:
         if tokens > self._prompt_limit:
             raise TooManyTokens(
                 f"the request's media have at least {tokens} tokens, and a prompt may have {self._prompt_limit}; give "
-                "fewer or smaller images, or shorter clips"
+                f"{advise_less(self._kinds)}"
             )
 
     def charge(self, estimate: Estimate) -> None:
@@ -164,7 +180,7 @@ class MediaBudget:
         if self._seconds > most:
             raise MediaProblem(
                 f"comes too late: media of this request took {self._seconds:.1f} s, and preprocess_timeout_s is "
-                f"{most:g}; give fewer or smaller images"
+                f"{most:g}; give {advise_less(self._kinds)}"
             )
         began = time.perf_counter()
         try:

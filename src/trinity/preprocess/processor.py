@@ -29,7 +29,7 @@ from trinity.preprocess.loader import load_tokenizer_and_processor
 from trinity.preprocess.media_admission import admit_media
 from trinity.preprocess.media_items import add_salt
 from trinity.preprocess.media_kinds import MediaItem, list_kinds
-from trinity.preprocess.media_limits import MediaBudget, MediaLimits, MediaProblem, TooManyTokens
+from trinity.preprocess.media_limits import MediaBudget, MediaLimits, MediaProblem, TooManyTokens, explain_length
 from trinity.preprocess.own_processor import GivenProcessor
 from trinity.preprocess.prompt import PromptText, order_media
 from trinity.preprocess.prompt_problem import PromptProblem
@@ -254,7 +254,7 @@ class RequestProcessor:
             raise RequestTooLarge(
                 f"the prompt's text has far more than the limit of {limit} tokens; shorten it", request.request_id
             )
-        return _ParsedRequest(request, text, MediaBudget(self.limits, limit), *order_media(text, media))
+        return _ParsedRequest(request, text, MediaBudget(self.limits, limit, text.kinds), *order_media(text, media))
 
     def _read_item(self, parsed: _ParsedRequest, index: int) -> MediaItem:
         budget, item = parsed.budget, parsed.media[index]
@@ -273,14 +273,11 @@ class RequestProcessor:
         request = parsed.request
         ids = self._tokenize_prompt(parsed, items)
         if not ids:  # nothing to prefill: no token would ever come of it
-            raise RequestError("the prompt has no tokens; give it text or an image", request.request_id)
+            raise RequestError("the prompt has no tokens; give it text", request.request_id)
         if len(ids) > (limit := self._prompt_limit()):
-            visual = sum(item.tokens for item in items)
-            raise RequestTooLarge(
-                f"the prompt has {len(ids)} tokens ({visual} of them visual) and must leave room for an output in a "
-                f"context of {self.context_length} (prompt limit {limit}); shorten it or give fewer or smaller images",
-                request.request_id,
-            )
+            counts = len(ids), sum(item.tokens for item in items)
+            said = explain_length(*counts, self.context_length, limit, parsed.text.kinds)
+            raise RequestTooLarge(said, request.request_id)
         where, loaded = self._find_placeholders(request, ids, items), self._loaded
         if loaded.tiles and self.strips > 1:
             items = cut_items(items, where, self.strips, loaded.tiles, loaded.config)

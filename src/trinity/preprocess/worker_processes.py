@@ -23,7 +23,7 @@ import msgspec
 
 from trinity import errors
 from trinity.errors import ClosedError, ConfigError, RequestError
-from trinity.preprocess.media_limits import MediaBudget, MediaLimits, MediaProblem, TooManyTokens
+from trinity.preprocess.media_limits import MediaBudget, MediaLimits, MediaProblem, TooManyTokens, advise_less
 from trinity.preprocess.own_processor import GivenProcessor
 from trinity.preprocess.processor import ProcessedRequest, RequestProcessor
 from trinity.preprocess.worker import PICKLE, WorkerAnswer, WorkerSetup
@@ -285,7 +285,7 @@ class KillableProcessor(RequestProcessor):
 
     def _make_plain(self, item: Media, among: int) -> Any:
         """Make a source plain; one that is refused becomes its error, which the process raises by the item's name."""
-        budget = MediaBudget(self.limits, self._prompt_limit())
+        budget = MediaBudget(self.limits, self._prompt_limit(), [item.kind])
         try:
             return self._readers[item.kind].make_plain(item.source, among, budget)
         except (MediaProblem, TooManyTokens) as problem:
@@ -321,7 +321,8 @@ class KillableProcessor(RequestProcessor):
             return ClosedError("the request processor was closed before it had processed this request")
         if error.late:
             text = f"preprocessing took longer than preprocess_timeout_s ({self.limits.preprocess_timeout_s:g} s)"
-            return RequestError(f"{text}; give fewer or smaller images", request.request_id)
+            less = advise_less([each.kind for each in request.all_media()])
+            return RequestError(f"{text}; give {less}", request.request_id)
         text = f"the process that preprocessed the request ended at it ({error}); see its output"
         return RequestError(text, request.request_id)
 

@@ -83,7 +83,7 @@ def decode_or_end(frame: bytes, name: str, tell: Callable[[list[Value]], None]) 
 def end_requests(requests: Iterable[Attempt], error: Exception, route: Sequence[str]) -> list[Finished]:
     """Make what the front end is told of requests whose message was lost. ``route``: who may hold something of them."""
     kind = "RequestTooLarge" if isinstance(error, UnsendableMessage) and error.too_large else "RequestError"
-    hint = "send fewer or smaller images" if kind == "RequestTooLarge" else "check the request's values"
+    hint = "send fewer or smaller media" if kind == "RequestTooLarge" else "check the request's values"
     text = f"{error}; {hint}".encode("ascii", "backslashreplace").decode()
     failure = Failure(kind, text)
     return [

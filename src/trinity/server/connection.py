@@ -136,7 +136,7 @@ class Exchange:
 
     def _check_size(self, size: int) -> None:
         if size > self._config.max_body_bytes:
-            text = f"the body has more than {self._config.max_body_bytes} bytes; send fewer or smaller images"
+            text = f"the body has more than {self._config.max_body_bytes} bytes; send fewer or smaller media"
             raise ApiError(413, "body_too_large", text, headers={"connection": "close"})
 
     def find_query(self, name: bytes) -> bytes:
