@@ -198,7 +198,8 @@ def test_lengths() -> None:
 
 def test_token_ids_of_a_request_lie_in_the_vocabulary() -> None:
     processor = RequestProcessor(checkpoint("llama"))
-    for fields in ({"suppress_tokens": (5000,)}, {"bad_words_ids": ((1, 5000),)}, {"forced_eos_token_id": (5000,)}):
+    lists = {name: (5000,) for name in ("suppress_tokens", "forced_eos_token_id", "stop_token_ids")}
+    for fields in ({"bad_words_ids": ((1, 5000),)}, *({name: ids} for name, ids in lists.items())):
         with pytest.raises(RequestError, match="5000, and the vocabulary has"):
             processor.process(Request("a", sampling=Sampling(**fields)))  # type: ignore[arg-type]
     processor.close()

@@ -25,7 +25,7 @@ _OWN_NAMES = {
 _LENGTHS = ("max_new_tokens", "max_length", "min_length")
 _OF_SAMPLING = ("temperature", "top_k", "top_p", "min_p")  # read where something is drawn, and only there
 _LEAST_TOP_P = 1e-9  # leaves the most likely token, as 0 does in generate()
-_LIST_OF_IDS = ("suppress_tokens", "begin_suppress_tokens", "forced_eos_token_id")
+_LIST_OF_IDS = ("suppress_tokens", "begin_suppress_tokens", "forced_eos_token_id", "stop_token_ids")
 FOLLOWED = frozenset({*(_OWN_NAMES.get(name, name) for name in PLAIN_GREEDY), *_LENGTHS, "do_sample", "eos_token_id"})
 """Fields that have their effect."""
 WITHOUT_EFFECT = frozenset(
