@@ -198,7 +198,7 @@ def test_lengths() -> None:
 
 def test_token_ids_of_a_request_lie_in_the_vocabulary() -> None:
     processor = RequestProcessor(checkpoint("llama"))
-    lists = {name: (5000,) for name in ("suppress_tokens", "forced_eos_token_id", "stop_token_ids")}
+    lists = dict.fromkeys(("suppress_tokens", "forced_eos_token_id", "stop_token_ids"), (5000,))
     for fields in ({"bad_words_ids": ((1, 5000),)}, *({name: ids} for name, ids in lists.items())):
         with pytest.raises(RequestError, match="5000, and the vocabulary has"):
             processor.process(Request("a", sampling=Sampling(**fields)))  # type: ignore[arg-type]

@@ -26,6 +26,7 @@ from trinity.stages.models import (
     LoadedModel,
     ModelAdapter,
     known_models,
+    load_bar,
     load_model,
     loader,
     register_adapter,
@@ -382,8 +383,8 @@ def test_a_broken_entry_point(entry_point: Callable[[str], None], value: str, wh
 def test_a_long_load_shows_a_bar_to_who_watches(
     watched: bool, large: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(loader, "is_display_watched", lambda: watched)
-    monkeypatch.setattr(loader, "LONG_LOAD_BYTES", 1 if large else 1 << 30)
+    monkeypatch.setattr(load_bar, "is_display_watched", lambda: watched)
+    monkeypatch.setattr(load_bar, "LONG_LOAD_BYTES", 1 if large else 1 << 30)
     monkeypatch.setattr(loader, "_parts", {})  # what another test has loaded is not loaded again
     load_model(checkpoint("llava"), "P", dtype="float32")
     assert ("Loading weights: 100%" in capsys.readouterr().err) == (watched and large)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from weakref import WeakValueDictionary
 import torch
 
 from trinity.errors import ConfigError, UnsupportedModel
-from trinity.errors.display import is_display_watched
 from trinity.memory.shared_regions import can_share, open_region
 from trinity.memory.weight_digests import LoadedFiles, are_only_touched, identify_files, sample_digest
 from trinity.memory.weight_shelf import Turn, take_turn
@@ -35,6 +33,7 @@ from trinity.stages.models.base import ModelAdapter, find_head
 from trinity.stages.models.checks import refuse_layers, self_check, set_attention
 from trinity.stages.models.generic import GenericAdapter
 from trinity.stages.models.indexers import watch_indexers
+from trinity.stages.models.load_bar import LONG_LOAD_BYTES, quiet, shows_bar
 from trinity.stages.models.loaded_model import LoadedModel
 from trinity.stages.models.partial_models import find_model_class, make_partial_class
 from trinity.stages.models.quantization import (
@@ -58,11 +57,10 @@ from trinity.stages.models.quantizers import (
 from trinity.stages.models.registry import find_adapter, is_known_text
 from trinity.stages.models.shared_parts import fill_part, move_part
 from trinity.stages.models.state_probe import prepare_states
-from trinity.stages.models.whole_forward import survey_rows, survey_text
+from trinity.stages.models.whole_forward import check_first_token, survey_rows, survey_text
 
 logger = logging.getLogger("trinity")
 _CPU = torch.device("cpu")
-LONG_LOAD_BYTES = 256 << 20  # of weights: reading them takes long enough for a bar
 _lock = threading.RLock()
 _parts: WeakValueDictionary[Any, Any] = WeakValueDictionary()
 
@@ -132,7 +130,10 @@ def _survey(model: LoadedModel) -> LoadedModel:
     """
     proven = isinstance(model.adapter, GenericAdapter)
     listed = type(model.adapter) is not ModelAdapter or is_known_text(model.adapter)  # somebody knows its parts
-    if model.language is None or (not proven and (model.multimodal or listed)) or (proven and model.states is not None):
+    if model.language is None or (proven and model.states is not None):
+        return model
+    if not proven and (model.multimodal or listed):
+        _try_token(model)
         return model
     found: KvRow | None = getattr(model.language, "trinity_row", None)
     if found is None:
@@ -142,6 +143,21 @@ def _survey(model: LoadedModel) -> LoadedModel:
             raise UnsupportedModel(f"{model.config.model_type!r} cannot be served: {exc}") from exc
         model.language.trinity_row = found
     return replace(model, kv_row=found, whole=not proven)
+
+
+def _try_token(model: LoadedModel) -> None:
+    """Raise ``ConfigError`` if the text model does not run with its config: each request would fail."""
+    if getattr(model.language, "trinity_runs", False):
+        return
+    large = model.weight_bytes >= LONG_LOAD_BYTES
+
+    def make_empty() -> Any:
+        part = _make_plain_part(model.directory, "language", torch.bfloat16)  # in which all operators have a meta form
+        set_attention(part, model.adapter, PAGED_ATTENTION)
+        return part
+
+    check_first_token(model.language, model.adapter, model.device, make_empty if large else None)
+    model.language.trinity_runs = True
 
 
 def _check_unchanged(directory: Path, files: LoadedFiles, same: bool) -> None:
@@ -314,7 +330,7 @@ def _load_part(
         further = prepare_method(config, fields, device)
     elif fields is not None:
         prepare_quantized(config, fields, directory, keep_fp8)
-    with nullcontext() if _shows_bar(directory) else quiet():
+    with nullcontext() if shows_bar(directory) else quiet():
         try:
             model, report = make_partial_class(
                 find_model_class(config), adapter, name, directory, others
@@ -368,24 +384,3 @@ def _fit_part(model: Any, adapter: ModelAdapter, name: str) -> None:
             skip_unsampled_rows(adapter.language(model), adapter.deepstack)
     elif adapter.vision_states is not None and is_known(LayerPart.IMAGE_FEATURES, type(model.base_model)):
         drop_unused_layers(model.base_model.vision_tower, adapter.vision_states)
-
-
-def _shows_bar(directory: Path) -> bool:
-    """Tell if transformers is to show its bar: somebody watches, and it takes a while."""
-    held = (each.stat().st_size for pattern in ("*.safetensors", "*.bin") for each in directory.glob(pattern))
-    return is_display_watched() and sum(held) >= LONG_LOAD_BYTES
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Keep transformers from showing a bar."""
-    from transformers.utils import logging as untyped
-
-    logging: Any = untyped
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        if shown:
-            logging.enable_progress_bar()

@@ -20,7 +20,7 @@ from trinity.preprocess.verdicts import MEDIA, MediaFacts
 from trinity.stages.models.banned_logits import set_aside
 from trinity.stages.models.base import HEAD_FIELDS, ModelAdapter
 from trinity.stages.models.generic import FORWARD, below_head, find_text
-from trinity.stages.models.loader import quiet
+from trinity.stages.models.load_bar import quiet
 from trinity.stages.models.own_faults import explain_no_numbers
 from trinity.stages.models.partial_models import find_model_class, list_towers, load_whole
 from trinity.stages.models.states import StateLayout
