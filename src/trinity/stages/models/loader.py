@@ -104,7 +104,7 @@ def load_model(
     kind, place = _pick_dtype(dtype, config), check_device(device)
     known = is_proven(read_quantization(directory), directory, place) and known
     names = _list_parts(letters, adapter)
-    with _lock:
+    with _lock, torch.random.fork_rng(devices=[]):  # constructors draw on the CPU what the weights take the place of
         register_attention()
         fingerprint = _fingerprint(directory, kind)
         held = {name: _part(directory, name, kind, place, packed, files, shelf) for name in names}

@@ -36,11 +36,13 @@ _SAME = TOLERANCE / 20  # of features in another batch
 Proof = Callable[[Subject, MediaFacts], Iterator[tuple[ProofPart, MediaFacts]]]
 
 
+@torch.random.fork_rng(devices=[])
 def prove(directory: Path, make_adapter: Any = GenericAdapter) -> ProofVerdict:
     """Load a multimodal checkpoint whole, run every part of its proof, and keep the verdict.
 
     ``make_adapter`` (``GenericAdapter``): (config, facts) -> the adapter on trial; with another the verdict is not
-    kept. Raises ``ConfigError`` and what transformers raises where the checkpoint cannot be loaded at all.
+    kept. torch's random state stays as it was. Raises ``ConfigError`` and what transformers raises where the checkpoint
+    cannot be loaded at all.
     """
     begun = loaded = time.monotonic()
     parts, serves = list[ProofPart](), list[str]()
