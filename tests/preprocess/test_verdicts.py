@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -131,3 +133,31 @@ def test_the_first_that_asks_has_the_proof_run_in_a_process(tmp_path: Path, monk
     kept = find_verdict(directory)
     assert kept is not None
     assert json.loads(msgspec.json.encode(kept))["serves"] == ["image", "text"]
+
+
+ASKS = """
+import sys
+from pathlib import Path
+from trinity.preprocess.verdicts import require_facts
+require_facts(Path(sys.argv[1]), "glm4v")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel ends children of a dead parent on Linux")
+def test_a_proof_ends_with_the_process_that_asked_for_it(tmp_path: Path) -> None:
+    directory = Path(shutil.copytree(checkpoint("any-qwen3_vl_moe"), tmp_path / "model"))
+    environment = {**os.environ, "TRINITY_CACHE": str(tmp_path / "cache")}
+    asking = subprocess.Popen([sys.executable, "-c", ASKS, str(directory)], env=environment)
+    try:
+        while not (children := Path(f"/proc/{asking.pid}/task/{asking.pid}/children").read_text().split()):
+            assert asking.poll() is None
+            time.sleep(0.05)
+    finally:
+        asking.kill()
+        asking.wait()
+    ends = time.monotonic() + 300.0
+    while Path(f"/proc/{children[0]}").exists():
+        assert time.monotonic() < ends
+        time.sleep(0.05)
+    assert not list((tmp_path / "cache").rglob("*.json")), "it was finished, and kept its verdict"

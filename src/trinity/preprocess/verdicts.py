@@ -218,7 +218,7 @@ def _place(name: str) -> Path:
 
 def _run_proof(directory: Path, model_type: str) -> ProofVerdict:
     """Run the proof in a process of its own: it holds the whole model, and ends with it."""
-    command = [sys.executable, "-m", PROOF_MODULE, str(directory)]
+    command = [sys.executable, "-m", PROOF_MODULE, str(directory), str(os.getpid())]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     try:
         with _one_at_a_time(directory):

@@ -25,7 +25,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-PR_SET_PDEATHSIG = 1
+from trinity.errors.parent_process import die_with_parent
+
 PACED_MODULES = ("trinity.remote.server",)
 LOOK_S = 5.0  # between two looks at whether its program is there
 MODEL_MODULES = ("torch", "transformers", *PACED_MODULES, "trinity.stages.language", "trinity.stages.encode")
@@ -208,15 +209,6 @@ def say_listening(bound: object) -> None:
     """Say where this instance listens, and leave stdout's pipe to the launcher: it must end with that."""
     write_message({"listening": str(bound), "process": os.getpid()})
     os.close(_answers)
-
-
-def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends."""
-    import ctypes
-
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # the parent ended before the call above
-        os._exit(1)
 
 
 if __name__ == "__main__":
