@@ -213,6 +213,25 @@ async def test_bans_of_the_generation_config_refuse_their_own_request_amid_a_gra
         assert re.fullmatch("a{1,3}!", alone.text)
 
 
+@pytest.mark.parametrize("name", ["suppress_tokens", "begin_suppress_tokens", "bad_words_ids"])
+async def test_a_ban_of_one_spelling_leaves_others_to_a_form(name: str) -> None:
+    """A form that leaves one text has the tokenizer's own spelling in its mask alone, at its beginning and amid it."""
+    pair, whole = await asyncio.to_thread(letter, "th"), Structured(regex="the(the){0,1}!")
+    banned = ((pair,),) if name == "bad_words_ids" else (pair,)
+    async with Pipeline(checkpoint("llava"), "EPD", dtype="float32") as pipe:
+        usual, other = [
+            await pipe.complete(Request("Say", max_tokens=12, sampling=Sampling.greedy(structured=whole, **bans)))
+            for bans in ({}, {name: banned})
+        ]
+        await pipe.wait_idle()
+    assert re.fullmatch("the(the)?!", usual.text)
+    assert usual.token_ids[0] == pair
+    assert re.fullmatch("the(the)?!", other.text)
+    assert other.token_ids[0] == await asyncio.to_thread(letter, "t")
+    if name != "begin_suppress_tokens":
+        assert pair not in other.token_ids
+
+
 @cache
 def vocabulary() -> dict[str, int]:
     tokenizer: Any = AutoTokenizer.from_pretrained(checkpoint("llava"))  # type: ignore[no-untyped-call]

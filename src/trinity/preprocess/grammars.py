@@ -31,6 +31,7 @@ QUICK_S = 0.5  # of CPU time; a process starts in 0.1 s, and a schema of 1,000 p
 CPU_S = 2.0  # that a grammar may take to compile and to be tried, at most
 MEMORY_BYTES = 1 << 30  # of address space, stacks included, in the process that tries it
 _PATIENCE_S = 30.0  # for those seconds on a busy machine
+_MOST_BYTES = 128  # of a token, beyond what any but runs of spaces have
 _MOST_GRAMMARS = 64  # that are kept compiled; answers of checks are kept for four times as many
 _MOST_SAID = 600  # characters of an error of the compiler
 
@@ -204,11 +205,23 @@ def check_grammar(structured: str, directory: Path, cpu_s: float | None = None) 
         )
 
 
+def list_spellings(matcher: Any, tokenizer: Any) -> list[int]:
+    """List the tokens that may follow where a grammar leaves one text alone, by which that may begin.
+
+    The mask of such a place has the tokenizer's own spelling and no other: of "the" neither "t" nor "th".
+    """
+    text = matcher.compute_ff_bytes()[:_MOST_BYTES]
+    spelled = (tokenizer.tokenize_bytes(text[:size]) for size in range(1, len(text) + 1))
+    return [found[0] for found in spelled if len(found) == 1 and matcher.validate_tokens(found) == 1]
+
+
 def check_begin(structured: str, directory: Path, banned: Collection[int]) -> None:
     """Raise ``GrammarProblem`` if none but ``banned`` tokens can begin an output of a grammar that was checked."""
-    matcher = compiler_of(directory).compile(structured).result().deep_copy()
+    compiler = compiler_of(directory)
+    matcher = compiler.compile(structured).result().deep_copy()
     bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8), bitorder="little")
-    if matcher.is_accepting() or not set(np.flatnonzero(bits).tolist()) <= set(banned):
+    begins = {*np.flatnonzero(bits).tolist(), *list_spellings(matcher, compiler.tokenizer)}
+    if matcher.is_accepting() or not begins <= set(banned):
         return
     raise GrammarProblem(
         f"{GRAMMAR_KINDS[split_grammar(structured)[0]]} is refused: no token that can begin such an output may be "

@@ -22,7 +22,7 @@ from trinity.core.logits_processors import LogitsProcessor, find_logits_processo
 from trinity.core.messages import Work
 from trinity.errors import ConfigError, RequestError, StageError, describe_error
 from trinity.errors.arguments import show
-from trinity.preprocess.grammars import GRAMMAR_KINDS, GrammarCompiler, compiler_of, split_grammar
+from trinity.preprocess.grammars import GRAMMAR_KINDS, GrammarCompiler, compiler_of, list_spellings, split_grammar
 from trinity.stages.base import FailedSample
 from trinity.stages.uploads import upload
 
@@ -33,11 +33,20 @@ _BITS = 1 << np.arange(8, dtype=np.uint8)
 class GrammarState:
     """Place of one request's output in its grammar.
 
-    ``compiled``: an ``LLMatcher``, which is copied. ``ends``: tokens that end an output.
+    ``compiled``: an ``LLMatcher``, which is copied. ``ends``: tokens that end an output. ``banned``, ``first`` (()):
+    those that the request bans in any case, and at its first output besides.
     """
 
-    def __init__(self, compiled: Future[Any], compiler: GrammarCompiler, ends: Collection[int]) -> None:
+    def __init__(
+        self,
+        compiled: Future[Any],
+        compiler: GrammarCompiler,
+        ends: Collection[int],
+        banned: Collection[int] = (),
+        first: Collection[int] = (),
+    ) -> None:
         self._compiled, self._compiler, self._ends = compiled, compiler, ends
+        self._banned, self._first = _pack_bits(banned), _pack_bits({*banned, *first})
         self._matcher: Any = None
         self._seen: list[int] = []
 
@@ -56,12 +65,19 @@ class GrammarState:
             problem = f"the next tokens took more than {SLOWEST_MASK_S} s"
         _set_bits(allowed, self._compiler.tokenizer.eos_tokens, False)
         goes_on = bool(allowed.any())
+        if goes_on and self._bans_all(allowed, outputs):  # the text may be spelled by other tokens
+            allowed = _set_bits(allowed, list_spellings(matcher, self._compiler.tokenizer), True)
         if matcher.is_accepting():
             allowed = _set_bits(allowed, ends, True)
         if problem or not allowed.any():
             said = problem[:300] or "no token of this model is allowed"
             raise RequestError(f"the output cannot go on in its grammar ({said}); ask for a simpler form")
         return allowed, not goes_on
+
+    def _bans_all(self, allowed: np.ndarray, outputs: Sequence[int]) -> bool:
+        banned = self._banned if outputs else self._first
+        size = min(len(banned), len(allowed))
+        return size > 0 and not allowed[size:].any() and not (allowed[:size] & ~banned[:size]).any()
 
     def _follow(self, outputs: list[int]) -> Any:
         """Return the matcher behind these outputs, which mostly are one more than before."""
@@ -73,6 +89,10 @@ class GrammarState:
             raise StageError(f"the output has left its grammar ({problem[:300]})")
         self._seen = outputs
         return self._matcher
+
+
+def _pack_bits(tokens: Collection[int]) -> np.ndarray:
+    return _set_bits(np.zeros(0, dtype=np.uint8), tokens, True)
 
 
 def _set_bits(bits: np.ndarray, tokens: Collection[int], value: bool) -> np.ndarray:
@@ -128,7 +148,10 @@ def make_host_rules(work: Work, directory: Path) -> HostRules | None:
         if sampling.structured:
             compiler = compiler_of(directory)
             rules.form = GRAMMAR_KINDS[split_grammar(sampling.structured)[0]]
-            rules.grammar = GrammarState(compiler.compile(sampling.structured), compiler, work.stop_ids)
+            words = {word[0] for word in sampling.bad_words_ids if len(word) == 1}
+            banned, first = words.union(sampling.suppress_tokens), sampling.begin_suppress_tokens
+            compiled = compiler.compile(sampling.structured)
+            rules.grammar = GrammarState(compiled, compiler, work.stop_ids, banned, first)
     except ConfigError as error:
         rules.problem = str(error)
     return rules
