@@ -278,7 +278,9 @@ async def test_a_pipeline_two_steps_deep(roles: tuple[str, ...]) -> None:
 
 
 @pytest.mark.parametrize("roles", [("EPD",), ("EP", "D")], ids="+".join)
-async def test_a_request_whose_bans_leave_no_token_ends_alone(roles: tuple[str, ...]) -> None:
+async def test_a_request_whose_bans_leave_no_token_ends_alone(
+    roles: tuple[str, ...], caplog: pytest.LogCaptureFixture
+) -> None:
     """Nobody looks as a step is launched: it is undone, with what was launched behind it, and found out then."""
     pools = {"image": 64, "kv": 256}
     placement = [Instance(each, f"i{n}", pools=pools, stages=[on_device], depth=2) for n, each in enumerate(roles)]
@@ -302,3 +304,4 @@ async def test_a_request_whose_bans_leave_no_token_ends_alone(roles: tuple[str, 
     assert (type(banned), type(begun)) == (RequestError, RequestError)
     assert "token 1 of the output: suppress_tokens, no_repeat_ngram_size of the request" in str(banned)
     assert "token 0 of the output: begin_suppress_tokens of the request" in str(begun)
+    assert not [each.getMessage() for each in caplog.records if each.levelname == "ERROR"], "no stage is at fault"

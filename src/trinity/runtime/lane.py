@@ -29,7 +29,15 @@ from trinity.runtime.step_rows import (
     select_rows,
     split_by_request,
 )
-from trinity.stages.base import CleanableStage, GrowableStage, LaunchableStage, LayerReporter, PendingStep, Stage
+from trinity.stages.base import (
+    CleanableStage,
+    GrowableStage,
+    LaunchableStage,
+    LayerReporter,
+    NoTokenDrawn,
+    PendingStep,
+    Stage,
+)
 from trinity.timeline import Timeline
 
 logger = logging.getLogger("trinity")
@@ -197,8 +205,10 @@ class Lane:
         try:
             first.settle()
             found = first.pending.wait()
-        except BaseException:
-            logger.exception("step %d of %s failed after its launch", first.step.id, self.name)
+        except BaseException as error:
+            shown = not isinstance(error, NoTokenDrawn)  # which may be of a request's own bans: run again, it is told
+            level = logging.ERROR if shown else logging.INFO
+            logger.log(level, "step %d of %s failed after its launch", first.step.id, self.name, exc_info=shown)
             again = [first, *self._flight]
             self._flight.clear()
             refused = self._undo(again)

@@ -7,11 +7,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from trinity.core.messages import Grow, Open, Sampled, Step
+from trinity.errors import StageError
 from trinity.stages.attention.backends import AUTO
 
 if TYPE_CHECKING:
     from trinity.memory.block_memory import BlockMemory
     from trinity.stages.models import LoadedModel
+
+
+class NoTokenDrawn(StageError):
+    """A row of logits has no largest value. Of a launched step it may be the request's own bans: that tells a rerun."""
 
 
 class FailedSample(Sampled, frozen=True):

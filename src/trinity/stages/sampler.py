@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from trinity.core.messages import Sampled
-from trinity.errors import StageError
+from trinity.stages.base import NoTokenDrawn
 from trinity.stages.noise import make_gumbel_noise
 from trinity.stages.sampler_rows import (
     BANS,
@@ -69,12 +69,12 @@ class Drawn:
     def read(self, numbers: np.ndarray, count: int) -> tuple[np.ndarray, list[Sampled]]:
         """Read a copy of ``flat`` on the host: the first ``count`` tokens, int64, and with what was asked for.
 
-        Raises ``StageError`` if a row has no largest value.
+        Raises ``NoTokenDrawn`` if a row has no largest value.
         """
         ids = numbers[:count].astype(np.int64)  # a copy: the memory is another step's next
         tokens: list[int] = ids.tolist()
         if -1 in tokens:
-            raise StageError(
+            raise NoTokenDrawn(
                 f"row {tokens.index(-1)} of the logits holds NaN or no finite value; check the model's weights"
             )
         found = list(map(Sampled, tokens))
