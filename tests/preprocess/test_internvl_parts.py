@@ -104,6 +104,9 @@ def test_one_in_the_config_goes_before_the_templates(tmp_path: Path, opened: Cal
     chat = [{"role": "user", "content": "x"}]
     text = processor.tokenizer.decode(processor.process(Request(messages=chat, max_tokens=1)).work.prompt)
     assert text.startswith("<|im_start|>system\nOf the config.<|im_end|>\n")
+    none = opened(change(tmp_path / "qwen", system_message=None))  # as InternVL3 is published
+    text = none.tokenizer.decode(none.process(Request(messages=chat, max_tokens=1)).work.prompt)
+    assert text.startswith("<|im_start|>system\nShort lines.<|im_end|>\n")
 
 
 def test_videos_and_roles_of_tools_are_refused(opened: Callable[..., RequestProcessor]) -> None:

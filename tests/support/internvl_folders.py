@@ -65,8 +65,24 @@ _TEXT = {
     "torch_dtype": "float32",
     "use_cache": True,
     "attn_implementation": "flash_attention_2",
-    "top_k": 50,
     "_name_or_path": "somewhere/else",
+    # What older libraries write of every config, and OpenGVLab's of some.
+    "bad_words_ids": None,
+    "do_sample": False,
+    "id2label": {"0": "LABEL_0", "1": "LABEL_1"},
+    "length_penalty": 1.0,
+    "max_length": 20,
+    "moe_config": None,
+    "num_beams": 1,
+    "output_attentions": False,
+    "pruned_heads": {},
+    "return_dict": True,
+    "sep_token_id": None,
+    "temperature": 1.0,
+    "tokenizer_class": None,
+    "top_k": 50,
+    "torchscript": False,
+    "use_bfloat16": True,
 }
 _VISION: dict[str, Any] = {
     "architectures": ["InternVisionModel"],
@@ -88,6 +104,9 @@ _VISION: dict[str, Any] = {
     "attention_dropout": 0.0,
     "initializer_factor": 1.0,
     "use_flash_attn": True,
+    "moe_coeff_ratio": 0.5,
+    "num_experts": 8,
+    "use_moe": False,
 }
 _CLASSES = {
     "internlm2": "InternLM2ForCausalLM",
@@ -185,6 +204,9 @@ def make_config(made: Published, tokens: Any) -> dict[str, Any]:
     }
     return {
         "architectures": ["InternVLChatModel"],
+        "hidden_size": WIDTH,
+        "image_fold": None,
+        "transformers_version": None,
         "auto_map": {
             "AutoConfig": "configuration_internvl_chat.InternVLChatConfig",
             "AutoModel": "modeling_internvl_chat.InternVLChatModel",
