@@ -16,9 +16,9 @@ from trinity.errors.arguments import show
 from trinity.errors.internvl_chat import is_internvl_chat
 from trinity.errors.plain_values import find_scheme
 from trinity.preprocess.internvl_config import convert_fields
+from trinity.preprocess.model_files import MOST_CONFIG_BYTES, check_files, check_shards
 from trinity.preprocess.model_types import explain_how_to_add
 
-MOST_CONFIG_BYTES = 16 << 20  # the largest published configs have some 100 KB
 MOST_HEADER_BYTES = 100_000_000  # of a file of safetensors: the format's own bound
 FEW_LAYERS = 512  # as many cost little, whatever weights there are
 MOST_ELEMENTS = 1 << 31  # of any one dimension
@@ -49,7 +49,7 @@ _MEDIA_IDS = tuple(f"{kind}_token_{what}" for kind in ("image", "video", "audio"
 
 
 def check_directory(model_dir: Path) -> None:
-    """Raise ``ConfigError`` if the directory holds no checkpoint."""
+    """Raise ``ConfigError`` if the directory holds no checkpoint, or files in it are none or too large."""
     try:
         found, folder = (model_dir / "config.json").is_file(), model_dir.is_dir()
     except OSError as error:  # a name that is too long, a folder that may not be read
@@ -64,6 +64,7 @@ def check_directory(model_dir: Path) -> None:
         raise ConfigError(
             f"model directory {str(model_dir)!r} {missing}; give the directory of a transformers checkpoint"
         )
+    check_files(model_dir)
 
 
 def read_config(model_dir: Path) -> Any:
@@ -79,9 +80,13 @@ def read_config(model_dir: Path) -> Any:
     _refuse_adapter(model_dir)
     fields = read_json(model_dir / "config.json")
     _check_counts(fields, model_dir)
-    if is_internvl_chat(fields):
-        fields = convert_fields(fields, model_dir)
-        return _make_config(fields, model_dir)
+    config = _convert(fields, model_dir) if is_internvl_chat(fields) else _read_own(fields, model_dir)
+    check_shards(model_dir, getattr(config, "transformers_weights", None))
+    return config
+
+
+def _read_own(fields: dict[str, Any], model_dir: Path) -> Any:
+    """Read a config of one of transformers' types, by its code."""
     from transformers import AutoConfig
 
     try:
@@ -90,10 +95,11 @@ def read_config(model_dir: Path) -> Any:
         raise UnsupportedModel(f"{str(model_dir)!r} {_explain_unread(fields, exc)}") from exc
 
 
-def _make_config(fields: dict[str, Any], model_dir: Path) -> Any:
-    """Make the config of one of transformers' types of converted fields."""
+def _convert(fields: dict[str, Any], model_dir: Path) -> Any:
+    """Make the config of one of transformers' types of the fields of OpenGVLab's own."""
     from transformers import CONFIG_MAPPING
 
+    fields = convert_fields(fields, model_dir)
     try:
         return CONFIG_MAPPING[fields["model_type"]].from_dict(fields)
     except Exception as exc:

@@ -24,6 +24,7 @@ from trinity.preprocess.internvl_config import has_internvl_chat
 from trinity.preprocess.internvl_parts import PROCESSOR, make_internvl_processor
 from trinity.preprocess.libraries import explain_library
 from trinity.preprocess.media_kinds import ModelFiles, Placeholder, kind_names, list_kinds
+from trinity.preprocess.model_files import check_files
 from trinity.preprocess.model_types import check_config, explain_how_to_add
 from trinity.preprocess.own_processor import GivenProcessor, adopt_processor, check_processor
 from trinity.preprocess.placeholder_runs import RunTokenizer
@@ -258,6 +259,7 @@ def load_processor(model_dir: Path, config: Any, tokenizer: Any) -> Any:
 
     A processor that requires a video processor gets ``NoVideo``. Raises what transformers raises on malformed files.
     """
+    check_files(model_dir)  # which may be another than the checkpoint's
     if has_internvl_chat(model_dir):
         return make_internvl_processor(_accept_stand_in(find_processor_class(PROCESSOR)), model_dir, tokenizer)
     processor_class = _processor_class(model_dir, config)
