@@ -91,6 +91,12 @@ def test_a_planner_sees_the_model_that_is_built_in() -> None:
         assert found.visual_tokens(width, height) == known.visual_tokens(width, height)
 
 
+def test_layers_are_counted_as_the_original_does() -> None:
+    """It takes 0 for what the embeddings make; transformers takes that for no layer at all."""
+    layers = {given: convert_config(fields(select_layer=given))["vision_feature_layer"] for given in (-3, -1, 0, 1, 2)}
+    assert layers == {-3: -3, -1: -1, 0: -3, 1: 1, 2: 2}
+
+
 def test_an_image_is_one_tile_where_the_config_says_so() -> None:
     assert count_image(fields(dynamic_image_size=False, use_thumbnail=False)) == (56, 1, 4)
     assert count_image(fields(max_dynamic_patch=1, use_thumbnail=False)) == (56, 1, 4)

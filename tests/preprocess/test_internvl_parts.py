@@ -80,6 +80,21 @@ def test_pixels_of_any_size_are_those_of_the_original(name: str, opened: Callabl
         assert np.abs(made.numpy() - wanted).max() < 1e-5, (width, height)
 
 
+@pytest.mark.parametrize("tiles", [True, False])
+def test_a_colour_that_a_file_calls_transparent_stays(
+    tiles: bool, tmp_path: Path, opened: Callable[..., RequestProcessor]
+) -> None:
+    """The original's ``load_image`` takes colours as they are; transformers lays them on white."""
+    processor = opened(change(copy_published("qwen", tmp_path), dynamic_image_size=tiles))
+    palette = picture(90, 40, 5).convert("P")
+    path = tmp_path / "palette.png"
+    palette.save(path, transparency=palette.getpixel((7, 7)))
+    plain, marked = palette.convert("RGB"), Image.open(path)
+    found = [processor.process(Request("<image>", images=[each], max_tokens=1)).inputs[0] for each in (plain, marked)]
+    assert np.array_equal(found[0]["pixel_values"], found[1]["pixel_values"])
+    assert np.abs(found[1]["pixel_values"].numpy() - cut(plain, 4 if tiles else 1)).max() < 1e-5
+
+
 def test_an_image_is_one_tile_where_the_config_says_so(tmp_path: Path, opened: Callable[..., RequestProcessor]) -> None:
     processor = opened(change(copy_published("qwen", tmp_path), dynamic_image_size=False, use_thumbnail=False))
     made = processor.process(Request("<image>", images=[picture(200, 60, 1)], max_tokens=1))

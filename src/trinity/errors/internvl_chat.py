@@ -144,7 +144,7 @@ def _whole(value: Any, name: str, most: int) -> int:
 def _check_layer(value: Any, layers: Any) -> int:
     if type(value) is not int or type(layers) is not int or not -layers - 1 <= value <= layers:
         raise ConfigError(f"select_layer is one of the {show(layers)} layers of the encoder, got {show(value)}")
-    return value
+    return value or -layers - 1  # transformers takes 0 for a layer that is not given
 
 
 def _convert_vision(given: Mapping[str, Any]) -> dict[str, Any]:

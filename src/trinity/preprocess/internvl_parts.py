@@ -109,6 +109,7 @@ def make_internvl_processor(kind: Any, directory: Path, tokenizer: Any) -> Any:
         image_mean=list(_MEAN),
         image_std=list(_DEVIATION),
         crop_to_patches=True,
+        do_convert_rgb=False,  # images come as RGB, without the colour that their files call transparent
         min_patches=1,
         max_patches=most,
     )

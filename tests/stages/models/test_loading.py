@@ -326,6 +326,13 @@ def test_layers_and_positions_that_no_paged_batch_can_serve(
         load_model(tmp_path, "P")
 
 
+def test_a_kind_of_positions_that_is_no_text_is_a_typed_error(tmp_path: Path) -> None:
+    rope = {"rope_type": ["dynamic"], "rope_theta": 1e4}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **SMALL, "rope_parameters": rope}))
+    with pytest.raises(ConfigError):
+        load_model(tmp_path, "P")
+
+
 def test_a_window_that_the_cache_does_not_heed_is_no_matter(tmp_path: Path) -> None:
     """Where a config names the kind of each layer, transformers' cache goes by that alone."""
     config = AutoConfig.for_model("llama", **SMALL, layer_types=["full_attention"] * 3, sliding_window=8)

@@ -77,7 +77,7 @@ def refuse_layers(adapter: ModelAdapter) -> None:
 def _rope_types(rope: dict[str, Any]) -> set[str]:
     """Collect all rope types of a config, which may nest them by kind of layer."""
     nested = [_rope_types(value) for value in rope.values() if isinstance(value, dict)]
-    return set().union({rope.get("rope_type", "default")}, *nested)
+    return set().union({str(rope.get("rope_type", "default"))}, *nested)
 
 
 def _list_stray_windows(text: Any) -> list[str]:
