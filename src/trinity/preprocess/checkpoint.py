@@ -15,6 +15,7 @@ from trinity.errors import ConfigError, UnsupportedModel
 from trinity.errors.arguments import show
 from trinity.errors.internvl_chat import is_internvl_chat
 from trinity.errors.plain_values import find_scheme
+from trinity.preprocess.config_values import check_form
 from trinity.preprocess.internvl_config import convert_fields
 from trinity.preprocess.model_files import MOST_CONFIG_BYTES, check_files, check_shards
 from trinity.preprocess.model_types import explain_how_to_add
@@ -176,6 +177,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def _check_counts(fields: dict[str, Any], model_dir: Path) -> None:
     most = None
     for place, name, value in _fields(fields):
+        check_form(name, place, value, model_dir)
         if name in _COUNTS and not _is_count(value):
             raise ConfigError(f"{str(model_dir)!r}: {place} is a whole number from 1 to 2**31, got {show(value)}")
         if name in _MEDIA_IDS and value is not None and not _is_token(value):
