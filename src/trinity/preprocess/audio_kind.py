@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 
 from trinity.errors import ConfigError, UnsupportedModel
+from trinity.errors.arguments import show
 from trinity.preprocess.audio import BYTES_LIMIT, audio_digest, make_plain_audio, read_audio
 from trinity.preprocess.image_calls import TEXT_KEYS
 from trinity.preprocess.image_kind import reserved_tokens
@@ -49,6 +50,7 @@ class AudioReader:
     def __init__(self, loaded: LoadedProcessor, limits: MediaLimits) -> None:
         self._loaded, self._limits = loaded, limits
         self._extractor: Any = find_extractor(loaded.processor)
+        _check_bins(self._extractor, loaded.config)
         self.rate = int(self._extractor.sampling_rate)
         self.window_samples: int = getattr(loaded.processor, "window_samples", 0)  # to whose multiples clips are padded
         self.fingerprint = _fingerprint(loaded.processor, self._extractor)
@@ -202,6 +204,17 @@ def mark_beside(items: Sequence[MediaItem], name: str) -> Sequence[MediaItem]:
 def find_extractor(processor: Any) -> Any:
     """Return a processor's feature extractor of audio; None if it has none."""
     return getattr(processor, "feature_extractor", None) or getattr(processor, "audio_processor", None)
+
+
+def _check_bins(extractor: Any, config: Any) -> None:
+    """Raise ``ConfigError`` if Whisper's extractor makes other spectra than the model's tower takes."""
+    bins = getattr(getattr(config, "audio_config", None), "num_mel_bins", None)
+    whispers = any(each.__name__ == "WhisperFeatureExtractor" for each in type(extractor).__mro__)
+    if whispers and type(bins) is int and extractor.feature_size != bins:
+        raise ConfigError(
+            f"the processor's feature_size is {show(extractor.feature_size)}, and audio_config.num_mel_bins of "
+            f"config.json {bins}: its clips have no features that the model takes; give the model its own files"
+        )
 
 
 def find_least(count: Callable[[int], int], tokens: int, most: int) -> int:

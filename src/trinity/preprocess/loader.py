@@ -29,6 +29,7 @@ from trinity.preprocess.model_types import check_config, explain_how_to_add
 from trinity.preprocess.own_processor import GivenProcessor, adopt_processor, check_processor
 from trinity.preprocess.placeholder_runs import RunTokenizer
 from trinity.preprocess.processor_parts import load_media_parts, load_part
+from trinity.preprocess.processor_values import check_processor_values
 from trinity.preprocess.tokenizer_files import load_tokenizer
 from trinity.preprocess.verdicts import MediaFacts
 
@@ -260,6 +261,7 @@ def load_processor(model_dir: Path, config: Any, tokenizer: Any) -> Any:
     A processor that requires a video processor gets ``NoVideo``. Raises what transformers raises on malformed files.
     """
     check_files(model_dir)  # which may be another than the checkpoint's
+    check_processor_values(model_dir)
     if has_internvl_chat(model_dir):
         return make_internvl_processor(_accept_stand_in(find_processor_class(PROCESSOR)), model_dir, tokenizer)
     processor_class = _processor_class(model_dir, config)

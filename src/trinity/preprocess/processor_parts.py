@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from trinity.preprocess.checkpoint import read_json
+from trinity.preprocess.model_files import check_files
 from trinity.preprocess.video_processors import find_images, load_video_processor
 
 _VIDEO_FIELDS = (
@@ -76,4 +77,6 @@ def load_part(name: str, model_dir: Path) -> Any:
 
     kind: Any = AutoTokenizer if name.endswith("tokenizer") else AutoFeatureExtractor
     place = model_dir / name if kind is AutoTokenizer else model_dir
+    if place.is_dir():
+        check_files(place)
     return kind.from_pretrained(place, local_files_only=True, trust_remote_code=False)
