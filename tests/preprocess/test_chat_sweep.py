@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 from support.checkpoint_files import checkpoint
 from support.recordings import MULTIMODAL
-from trinity.errors import RequestTooLarge
+from trinity.errors import BadMedia, RequestTooLarge
 from trinity.preprocess.processor import RequestProcessor
 from trinity.request import Request
 from trinity.testing.oracle import load_as_transformers, own_processor
@@ -100,6 +100,10 @@ def compare(name: str, draw: random.Random) -> bool:
         made = processor_of(name).process(Request(messages=messages, images=images))
     except RequestTooLarge:
         return False
+    except BadMedia:  # its processor pads floats of 0 to 1 with a colour of 0 to 255, and refuses what comes of it
+        with pytest.raises(ValueError, match="outside the range"):
+            made_by_transformers(name, messages, images)
+        return True
     wanted = made_by_transformers(name, messages, images)
     assert list(made.work.prompt) == wanted["input_ids"][0].tolist()
     if images:
