@@ -41,15 +41,14 @@ def load_internvl_tokenizer(directory: Path) -> Any:
     further = dict(zip(("start_image_token", "end_image_token"), IMAGE_ENDS, strict=True))
     # No token of a video: its name stands for what is there already, or a token would be added behind the model's.
     further |= dict.fromkeys(("context_image_token", "video_token"), CONTEXT_TOKEN)
-    given = {"local_files_only": True, "trust_remote_code": False, "extra_special_tokens": further}
-    if named in _SPLITTERS:
+    split, more = named in _SPLITTERS, dict[str, Any]()
+    if split:
         _check_libraries(directory)
-        load: Any = transformers.PreTrainedTokenizerFast.from_pretrained
-        found = load(directory, add_bos_token=fields.get("add_bos_token", True), **given)
+        named, more = "PreTrainedTokenizerFast", {"add_bos_token": fields.get("add_bos_token", True)}
+    load: Any = getattr(transformers, named).from_pretrained
+    found = load(directory, local_files_only=True, trust_remote_code=False, extra_special_tokens=further, **more)
+    if split:
         _compare(found, directory)
-    else:
-        load = getattr(transformers, named).from_pretrained
-        found = load(directory, **given)
     template = find_conversation(read_chat_fields(directory), directory).make_template(f"{CONTEXT_TOKEN}\n")
     found.chat_template = template
     return found
