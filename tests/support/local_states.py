@@ -103,7 +103,8 @@ class Instance:
         for pull in self.pulls.values():
             found.append(Pulled(pull.offer, pull.part, None, {"source": pull.source}))
             if pull.source == lost and not pull.offer.startswith(f"{lost}.1:"):  # what its next life has offered
-                found.append(Pulled(pull.offer, pull.part, Failure("MigrationError", "the source is lost")))
+                fields = {"source": pull.source, "kind": pull.kind, "cause": "PeerLost"}  # as connectors say it
+                found.append(Pulled(pull.offer, pull.part, Failure("MigrationError", "the source is lost", fields)))
         return found
 
     def content(self) -> Any:
