@@ -35,6 +35,7 @@ from trinity.stages.models.generic import GenericAdapter
 from trinity.stages.models.indexers import watch_indexers
 from trinity.stages.models.load_bar import LONG_LOAD_BYTES, quiet, shows_bar
 from trinity.stages.models.loaded_model import LoadedModel
+from trinity.stages.models.own_draws import own_draws
 from trinity.stages.models.partial_models import find_model_class, make_partial_class
 from trinity.stages.models.quantization import (
     align_dtypes,
@@ -104,7 +105,7 @@ def load_model(
     kind, place = _pick_dtype(dtype, config), check_device(device)
     known = is_proven(read_quantization(directory), directory, place) and known
     names = _list_parts(letters, adapter)
-    with _lock, torch.random.fork_rng(devices=[]):  # constructors draw on the CPU what the weights take the place of
+    with _lock, own_draws():
         register_attention()
         fingerprint = _fingerprint(directory, kind)
         held = {name: _part(directory, name, kind, place, packed, files, shelf) for name in names}

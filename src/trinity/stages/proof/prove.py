@@ -16,6 +16,7 @@ from trinity.errors import TrinityError
 from trinity.preprocess.checkpoint import read_config
 from trinity.preprocess.verdicts import MediaFacts, ProofPart, ProofVerdict, keep_verdict
 from trinity.stages.models.generic import FEATURE_WAYS, GenericAdapter
+from trinity.stages.models.own_draws import own_draws
 from trinity.stages.proof.prompts import (
     ProofPrompt,
     ask_about,
@@ -36,7 +37,7 @@ _SAME = TOLERANCE / 20  # of features in another batch
 Proof = Callable[[Subject, MediaFacts], Iterator[tuple[ProofPart, MediaFacts]]]
 
 
-@torch.random.fork_rng(devices=[])
+@own_draws()
 def prove(directory: Path, make_adapter: Any = GenericAdapter) -> ProofVerdict:
     """Load a multimodal checkpoint whole, run every part of its proof, and keep the verdict.
 
