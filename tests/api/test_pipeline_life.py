@@ -302,6 +302,12 @@ async def test_a_stop_string_ends_the_output_before_it() -> None:
         assert {output.finish_reason for output in outputs} == {"stop"}
         assert {len(output.token_ids) for output in outputs} == {len(outputs[0].token_ids)}
         assert len(outputs[0].token_ids) < 24
+        for place in range(1, 24):  # a reader may leave while the instance has yet to tell how it ended
+            async with pipe.stream(TEXT.request(max_tokens=24, sampling=sampling)) as tokens:
+                async for token in tokens:
+                    if token.index == place:
+                        break
+            assert tokens.output.finish_reason in ("stop", "cancelled")
 
 
 # ---------------------------------------------------------------- cancelled at random points

@@ -164,8 +164,22 @@ def test_a_stop_string_waits_for_the_report() -> None:
         (emit("r", (0, 5)), ["deliver r#0=5"]),
         (Abort("r", "stop"), ["P0: cancel r"]),
         (emit("r", (1, 6)), []),
-        (Abort("r", "cancelled"), []),
+        (Abort("r", "stop"), []),
         (finished(2, "cancelled"), ["end r stop", *FORGETS]),
+    ]
+    table(core, rows)
+    quiet(core)
+
+
+def test_a_reader_that_leaves_behind_a_stop_string_waits_for_nothing() -> None:
+    core = make_frontend()
+    rows: list[Row] = [
+        (Submit(work("r", 1)), ["P0: submit r"]),
+        (emit("r", (0, 5)), ["deliver r#0=5"]),
+        (Abort("r", "stop"), ["P0: cancel r"]),
+        (Abort("r", "cancelled"), ["end r stop"]),
+        (Abort("r", "cancelled"), []),
+        (finished(1, "cancelled"), FORGETS),
     ]
     table(core, rows)
     quiet(core)

@@ -261,7 +261,7 @@ def test_a_system_prompt_beside_a_clip_is_refused_as_its_template_does() -> None
 
 def test_what_a_clip_costs_is_of_whole_windows() -> None:
     reader: Any = front().readers["audio"]
-    short, long = (reader.estimate(int(seconds * RATE)) for seconds in (1, 31))
+    short, long = (reader.estimate(int(seconds * RATE), 10_000) for seconds in (1, 31))
     assert long.bytes == pytest.approx(2 * short.bytes, rel=0.01)
 
 

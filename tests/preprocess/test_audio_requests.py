@@ -14,7 +14,7 @@ import pytest
 
 from support.checkpoint_files import checkpoint
 from support.sounds import clip, encoded
-from trinity.errors import BadMedia, RequestError, UnsupportedModel
+from trinity.errors import BadMedia, RequestError, RequestTooLarge, UnsupportedModel
 from trinity.preprocess.audio_kind import AudioReader
 from trinity.preprocess.media_limits import MediaLimits
 from trinity.preprocess.model_types import check_config
@@ -130,7 +130,58 @@ def test_the_estimate_covers_the_inputs() -> None:
         for seconds in (0.6, 1.9):
             item = reader.read(clip(1, seconds))
             made = sum(each.nbytes for each in item.inputs.values() if each.is_floating_point())
-            assert reader.estimate(int(seconds * 16000)).bytes >= made
+            assert reader.estimate(int(seconds * 16000), 10_000).bytes >= made
+
+
+@pytest.mark.parametrize("name", AUDIO_ARCHITECTURES)
+def test_a_clip_has_at_least_the_tokens_that_its_estimate_says(name: str) -> None:
+    reader = reader_of(processor_of(name))
+    for seconds in (0.6, 1.9, 7.3, 33.0):
+        samples = clip(1, seconds)
+        tokens = reader.read(samples).tokens
+        for most in (0, tokens // 3, tokens - 1, tokens, 2 * tokens):
+            least = reader.estimate(len(samples), most).tokens
+            assert least is not None
+            assert least <= tokens
+            assert least > most or tokens < 2 * most + 2, "it tells within a factor of two"
+
+
+def test_a_hopeless_clip_is_refused_by_its_length_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A flac of silence is small, and its features would take gigabytes and seconds, while others wait."""
+    processor = RequestProcessor(checkpoint("audioflamingo3"), limits=MediaLimits(max_audio_s=400))
+    silence = encoded(np.zeros(390 * 16000, np.float32), form="FLAC")
+    reader, called = reader_of(processor), list[float]()
+    own = reader._call
+
+    def call(clips: Any) -> Any:
+        called.append(max(map(len, clips)) / reader.rate)
+        return own(clips)
+
+    monkeypatch.setattr(reader, "_call", call)
+    for _ in range(3):
+        with pytest.raises(RequestTooLarge, match=r"media have at least \d+ tokens.* shorter clips"):
+            processor.process(Request("<audio>", media=[Media("audio", silence)]))
+    assert max(called) < 390 / 1.5, "it was preprocessed"
+    assert len(called) == len(set(called)), "each length is tried once"
+    assert processor.process(Request("<audio>", media=[Media("audio", WAV)])).work.media
+
+
+def test_clips_that_have_too_many_tokens_together_are_refused_at_the_first_too_many(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    processor = RequestProcessor(checkpoint("qwen2_audio"), limits=MediaLimits(max_audios=80))  # 50 tokens each
+    reader, read = reader_of(processor), list[int]()
+    own = reader.read
+
+    def note(samples: Any) -> Any:
+        read.append(len(samples))
+        return own(samples)
+
+    monkeypatch.setattr(reader, "read", note)
+    clips = [Media("audio", clip(at, 3.0)) for at in range(80)]
+    with pytest.raises(RequestTooLarge, match="media have at least"):
+        processor.process(Request("<audio>" * len(clips), media=clips))
+    assert len(read) <= processor.context_length // 50 + 1
 
 
 LEAST = {"qwen2_audio": 961, "glmasr": 961, "audioflamingo3": 321, "qwen3_omni_moe_thinker": 201}

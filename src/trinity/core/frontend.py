@@ -287,8 +287,10 @@ class FrontendCore(FrontendDeaths):
 
     def _abort(self, event: Abort, now: float) -> None:
         entry = self.entries.get(event.request)
-        if entry is None or entry.aborted or entry.ended:
+        if entry is None or entry.ended or entry.aborted == event.reason:
             return
+        if entry.aborted:  # by a stop string; now its reader has left, and waits for no spans
+            return self._end(entry, entry.aborted)
         entry.aborted = event.reason
         if entry.waits:
             entry.finish("cancelled")

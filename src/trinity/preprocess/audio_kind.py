@@ -7,6 +7,7 @@ import hashlib
 import json
 import math
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any, ClassVar
@@ -28,6 +29,7 @@ from trinity.preprocess.own_processor import name_class
 
 _MASKS = ("feature_attention_mask", "input_features_mask")  # of mel frames, by which positions are computed
 _PROBE_S = 0.5  # seconds of the clips that tell if company matters
+_CUT_OFF_S = 60.0  # beyond this a clip whose tokens do not grow is cut off: windows are of 30 s at most
 _DEFAULT_S = 5.0  # of a clip to profile
 _MERGE = "_merge_input_ids_with_audio_features"  # transformers' method for prompts of old processors
 _MARKERS = {
@@ -54,6 +56,8 @@ class AudioReader:
         self.rate = int(self._extractor.sampling_rate)
         self.window_samples: int = getattr(loaded.processor, "window_samples", 0)  # to whose multiples clips are padded
         self.fingerprint = _fingerprint(loaded.processor, self._extractor)
+        self._counts: dict[int, int] = {}  # tokens of clips of so many samples
+        self._counting = threading.Lock()
         self.alone_because = self._find_company()
 
     def make_plain(self, source: Any, among: int, budget: MediaBudget) -> Any:
@@ -62,18 +66,49 @@ class AudioReader:
     def read_source(self, source: Any, among: int, budget: MediaBudget) -> MediaItem:
         if among > 1 and self.alone_because:
             raise MediaProblem(f"is not alone in its prompt: {self.alone_because}; give one clip")
-        samples = read_audio(source, self.rate, self._limits, lambda count: budget.check(self.estimate(count)))
-        budget.charge(self.estimate(len(samples)))
-        return self.read(samples)
+        samples = read_audio(
+            source, self.rate, self._limits, lambda count: budget.check(self.estimate(count, budget.tokens_left))
+        )
+        charged = self.estimate(len(samples), budget.tokens_left)
+        budget.charge(charged)
+        item = self.read(samples)
+        budget.charge(Estimate(0, 0, item.tokens - (charged.tokens or 0)))
+        return item
 
-    def estimate(self, samples: int) -> Estimate:
-        """Compute what the extractor makes of so many samples: a spectrum of each frame, and features of it."""
+    def estimate(self, samples: int, most: int) -> Estimate:
+        """Compute what the extractor makes of so many samples: a spectrum of each frame, and features of it.
+
+        Of its tokens a number that it has at least, which tells if they are more than ``most``.
+        """
         hop = getattr(self._extractor, "hop_length", None) or 160
         window = getattr(self._extractor, "n_fft", None) or 400
         padded = -(-samples // (self.window_samples or 1)) * (self.window_samples or 1)
         frames = max(padded, getattr(self._extractor, "n_samples", None) or 0) // hop + 1
         each = 4 * (getattr(self._extractor, "feature_size", None) or 128) + 16 * (window // 2 + 1)
-        return Estimate(0, 4 * padded + frames * each)
+        return Estimate(0, 4 * padded + frames * each, self._bound_tokens(samples, most))
+
+    def _bound_tokens(self, samples: int, most: int) -> int:
+        """Return a number of tokens that so many samples have at least, which tells if they have more than ``most``.
+
+        Only the processor knows, and it computes features to tell. So it is asked for shorter clips, of doubled
+        lengths, once each, until one has too many, or so few that the clip has no more than ``most``. Some processors
+        cut a clip off: its tokens grow no more.
+        """
+        least, length = 0, int(_PROBE_S * self.rate)
+        while length <= samples:
+            found = self._count_long(length)
+            if found < least or (found == least and length > _CUT_OFF_S * self.rate):
+                return least
+            if found > most or found * -(-samples // length) <= most:
+                return found
+            least, length = found, 2 * length
+        return least
+
+    def _count_long(self, samples: int) -> int:
+        with self._counting:
+            if samples not in self._counts:
+                self._counts[samples] = self._count_of(samples)
+            return self._counts[samples]
 
     def read(self, samples: np.ndarray) -> MediaItem:
         """Preprocess one clip, float32 [samples]. Raises ``MediaProblem`` if the model's processor refuses it."""

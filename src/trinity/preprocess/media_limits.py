@@ -143,6 +143,11 @@ class MediaBudget:
         self._bytes = self._tokens = 0
         self._seconds = 0.0
 
+    @property
+    def tokens_left(self) -> int:
+        """Number of tokens that further media may have."""
+        return max(0, self._prompt_limit - self._tokens)
+
     def check(self, estimate: Estimate) -> None:
         """Refuse an image whose estimate does not fit, alone or beside the others'.
 
