@@ -15,7 +15,7 @@ ifneq ($(shell test -x $(PY) && $(PY) -c 'import os, trinity; print(os.path.same
 $(shell rm -f $(STAMP))
 endif
 
-.PHONY: setup demo demo-text plan test test-all test-exact test-load server-load kills buddies virtual hostile test-gpu gpu-bundle check style types layers sizes writers aims house format bench bench-peers asan docs models mutants clean
+.PHONY: setup demo demo-text plan test test-all test-exact test-load server-load server-kills server-soak server-attack kills buddies virtual hostile test-gpu gpu-bundle check style types layers sizes aims house format bench bench-peers asan docs models mutants clean
 .DELETE_ON_ERROR:
 
 setup: $(STAMP)
@@ -69,6 +69,16 @@ test-load: $(STAMP)
 server-load: $(STAMP)
 	$(QUIET_CPU) $(PY) tests/sweeps/server_load.py $(ARGS)
 
+# From outside, answers compared with generate(): children of a server struck 300 times; 20,000 requests and memory; an attack.
+server-kills: $(STAMP)
+	$(QUIET_CPU) $(PY) tests/sweeps/server_kills.py $(ARGS)
+
+server-soak: $(STAMP)
+	$(QUIET_CPU) $(PY) tests/sweeps/server_soak.py $(ARGS)
+
+server-attack: $(STAMP)
+	$(QUIET_CPU) $(PY) tests/sweeps/server_attack.py $(ARGS)
+
 # What hostile clients may name as an image, tried against a server: a table of what was sent and answered.
 hostile: $(STAMP)
 	$(QUIET_CPU) $(PY) tests/sweeps/hostile_media.py
@@ -94,7 +104,7 @@ gpu-bundle: $(STAMP)
 
 # Two at a time: types are half of the work.
 check: $(STAMP)
-	@$(MAKE) --no-print-directory -j 2 types layers style sizes writers aims
+	@$(MAKE) --no-print-directory -j 2 types layers style sizes aims
 
 style: $(STAMP)
 	$(PY) -m ruff check .
@@ -108,9 +118,6 @@ layers: $(STAMP)
 
 sizes: $(STAMP)
 	$(PY) tools/check_sizes.py
-
-writers: $(STAMP)
-	$(PY) tools/check_writers.py
 
 # The aims of docs/house.md; tests serve the image whose way `make house` prints.
 aims: $(STAMP)

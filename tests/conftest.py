@@ -111,15 +111,10 @@ def torch_launcher() -> Iterator[Any]:
     launcher.close()
 
 
-@pytest.fixture(scope="session")
-def warm_workers() -> Iterator[Any]:
-    """What forks preprocessing processes for the files that use it, from its first use to the end."""
-    from support.checkpoint_files import checkpoint
-    from support.warm_workers import WarmWorkers
-
-    workers = WarmWorkers(checkpoint("llava"))
-    yield workers
-    workers.close()
+@pytest.fixture
+def forked_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fork preprocessing processes from this one, as ``trinity serve`` does: to load again takes 5 s of CPU each."""
+    monkeypatch.setattr("trinity.preprocess.worker_processes.forks_itself", True)
 
 
 @pytest.fixture(autouse=True)

@@ -1,4 +1,4 @@
-"""Small files, small functions, tests in proportion: exits with 1 and a list where a limit is broken.
+"""Measures functions and tests: exits with 1 and a list where the median function or the tests are out of proportion.
 
 Lines of a function run from its ``def`` to its end. Lines compared between tests and code are those with text.
 """
@@ -11,10 +11,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-FILE_LINES = 400
-FUNCTION_LINES = 50
 MEDIAN_LINES = 8
-FOLDERS = ("src", "tests", "tools", "examples", "benchmarks")
 
 
 def python_files(root: Path, folder: str) -> list[Path]:
@@ -32,23 +29,10 @@ def text_lines(paths: Iterable[Path]) -> int:
     return sum(1 for path in paths for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
 
 
-def too_long(paths: list[Path]) -> list[str]:
-    """One line for every file and function over its limit."""
-    problems = []
-    for path in paths:
-        lines = len(path.read_text(encoding="utf-8").splitlines())
-        if lines > FILE_LINES:
-            problems.append(f"{path}: {lines} lines, at most {FILE_LINES}")
-        problems += [
-            f"{name}: {n} lines, at most {FUNCTION_LINES}" for name, n in functions(path) if n > FUNCTION_LINES
-        ]
-    return problems
-
-
 def report(root: Path) -> tuple[str, list[str]]:
     """The figures in one line, and what breaks a limit."""
     code, tests = python_files(root, "src"), python_files(root, "tests")
-    problems = too_long([path for folder in FOLDERS for path in python_files(root, folder)])
+    problems = []
     lengths = [length for path in code for _, length in functions(path)]
     median = statistics.median(lengths) if lengths else 0
     code_lines, test_lines = text_lines(code), text_lines(tests)

@@ -1,22 +1,29 @@
 """Pack what a machine with a GPU and torch may lack: make gpu-bundle ARGS="[--python 3.12] [--also NAME]"
 
-Wheels in the versions of constraints.txt are unpacked into build/gpu-bundle/site; build/gpu-bundle/run.sh runs the
-probe, the tests and the benchmarks with them. Neither pip nor a network is needed where they run. Raises ``SystemExit``
-where the bundle is larger than ``MOST_BYTES``.
+Wheels in the versions of constraints.txt are unpacked into build/gpu-bundle/site. Triton's kernels are compiled into
+build/gpu-bundle/triton, for GPUs of capability 9.0, by a Python with the machine's torch, Triton and transformers:
+``--compiler PYTHON``, or an environment that is made once in build/gpu-compiler, of some 6 GB; ``--no-kernels`` packs
+none. build/gpu-bundle/run.sh runs the probe, the tests and the benchmarks with both. Neither pip, a network nor a
+compiler is needed where they run. Raises ``SystemExit`` where the bundle is larger than ``MOST_BYTES``.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 FOLDER = ROOT / "build" / "gpu-bundle"
+COMPILER = ROOT / "build" / "gpu-compiler"
+THERE = ("torch==2.11.0", "triton==3.6.0", "transformers==5.17.0", "pillow")  # as machines with a GPU have them
 MOST_BYTES = 30 << 20
 # What trinity and its tests for GPUs import beside torch, transformers and triton; hypothesis is optional there.
 NAMES = (
@@ -35,6 +42,10 @@ PYTHON="${{PYTHON:-python3}}"
 "$PYTHON" -c 'import sys; sys.version_info[:2] == ({numbers}) or sys.exit("packed for Python {python}: " + sys.version)'
 export PYTHONPATH="$PWD/build/gpu-bundle/site:$PWD/src" PYTHONDONTWRITEBYTECODE=1
 export OMP_NUM_THREADS=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+if [ -d build/gpu-bundle/triton ]; then
+    export TRITON_CACHE_DIR="$PWD/build/gpu-bundle/triton"
+    "$PYTHON" tools/gpu_bundle.py --place "$TRITON_CACHE_DIR"
+fi
 what="${{1:-probe}}"
 [ $# -eq 0 ] || shift
 case "$what" in
@@ -66,6 +77,52 @@ def count_bytes(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
+def make_compiler(python: str, folder: Path = COMPILER) -> Path:
+    """Make an environment with what the machine has, unless it is there; returns its Python.
+
+    Raises ``SystemExit`` where this version of Python is not installed.
+    """
+    made = folder / "bin" / "python"
+    if not (folder / ".made").exists():
+        base = shutil.which(f"python{python}")
+        if base is None:
+            raise SystemExit(f"no python{python} is here to compile kernels with: give --compiler or --no-kernels")
+        subprocess.run([base, "-m", "venv", "--clear", str(folder)], check=True)
+        subprocess.run([str(made), "-m", "pip", "install", "--quiet", *THERE], check=True)
+        (folder / ".made").touch()
+    return made
+
+
+def compile_kernels(python: Path, folder: Path, site: Path) -> None:
+    """Compile the kernels of tools/gpu_kernels.py into ``folder`` with that Python, for which ``site`` has wheels.
+
+    Raises ``CalledProcessError``.
+    """
+    setting = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
+    paths = os.pathsep.join(map(str, (site, ROOT / "src", ROOT)))
+    setting |= {"PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    with tempfile.TemporaryDirectory() as cache:
+        setting["TRITON_CACHE_DIR"] = cache
+        subprocess.run([str(python), str(ROOT / "tools" / "gpu_kernels.py"), str(folder)], env=setting, check=True)
+
+
+def place(folder: Path) -> int:
+    """Write for each carried kernel the file in which Triton looks up its parts; returns the number of kernels.
+
+    Triton names them by absolute paths, so this is done where the kernels are used.
+    """
+    count = 0
+    for metadata in folder.glob("*/*.json"):
+        if not metadata.name.startswith("__grp__"):
+            parts = (metadata, metadata.with_suffix(".cubin"))
+            group = {"child_paths": {each.name: str(each.absolute()) for each in parts}}
+            written = metadata.with_name(f"{os.getpid()}.tmp")
+            written.write_text(json.dumps(group), encoding="utf-8")
+            written.replace(metadata.with_name(f"__grp__{metadata.name}"))
+            count += 1
+    return count
+
+
 def write_script(folder: Path, python: str) -> Path:
     """Write run.sh for this version of Python."""
     script = folder / "run.sh"
@@ -73,14 +130,18 @@ def write_script(folder: Path, python: str) -> Path:
     return script
 
 
-def pack(names: Sequence[str], python: str, folder: Path = FOLDER, most: int = MOST_BYTES) -> int:
-    """Make the bundle anew; returns its bytes."""
+def pack(
+    names: Sequence[str], python: str, folder: Path = FOLDER, most: int = MOST_BYTES, compiler: Path | None = None
+) -> int:
+    """Make the bundle anew; returns its bytes. ``compiler`` (None): a Python by which kernels are compiled."""
     shutil.rmtree(folder, ignore_errors=True)
     wheels = folder / "wheels"
     download(names, python, wheels)
     unpack(wheels, folder / "site")
     shutil.rmtree(wheels)
     write_script(folder, python)
+    if compiler is not None:
+        compile_kernels(compiler, folder / "triton", folder / "site")
     size = count_bytes(folder)
     if size > most:
         shutil.rmtree(folder)
@@ -96,8 +157,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--also", action="append", default=[], help="a further package, such as nixl-cu13; several times"
     )
+    parser.add_argument(
+        "--compiler", type=Path, help=f"a Python with {', '.join(THERE)}, by which kernels are compiled"
+    )
+    parser.add_argument("--no-kernels", action="store_true", help="the machine compiles them itself")
+    parser.add_argument("--place", type=Path, metavar="FOLDER", help="make a Triton cache of carried kernels, and end")
     asked = parser.parse_args(arguments)
-    size = pack([*NAMES, *asked.also], asked.python)
+    if asked.place is not None:
+        place(asked.place)
+        return
+    compiler = None if asked.no_kernels else asked.compiler or make_compiler(asked.python)
+    size = pack([*NAMES, *asked.also], asked.python, compiler=compiler)
     print(f"{FOLDER.relative_to(ROOT)}: {size / 2**20:.1f} MiB of at most {MOST_BYTES / 2**20:.0f}")
     print(f"Carry the checkout and {FOLDER.relative_to(ROOT)}, which git ignores, to the machine, and run there:")
     for what in ("probe", "tests", "bench --minutes 8 --results bench-results"):

@@ -33,6 +33,15 @@ yours. A refusal names the part. One that says "tiny checkpoint" is of the table
 could be made here, and yours may serve. OpenGVLab's own folders of InternVL (`internvl_chat`) are converted to
 `internvl` as they are loaded ([0118](docs/decisions/0118-checkpoints-of-another-s-code.md)).
 
+The last column lists the kinds of prompt that serve. A request of another kind is rejected, with the part of the proof
+that differed ([0126](docs/decisions/0126-kinds-of-prompt-are-proven-one-by-one.md)); `trinity check MODEL` prints both.
+PaliGemma, for example, serves prompts with an image and rejects a text by itself.
+
+These models are also tested as the hub publishes their folders, scaled down with random weights: Qwen2-VL, Qwen2.5-VL,
+Qwen3-VL, LLaVA-1.5, LLaVA-NeXT, LLaVA-OneVision, SmolVLM2, Idefics3, Gemma 3, PaliGemma 2, InternVL3, InternVL 2 to 3.5
+of OpenGVLab, Granite Vision, LFM2-VL, Mistral Small 3.1, Pixtral, Aya Vision and Qwen2-Audio. A folder may lack tensors
+on which no token depends, such as the end of a tower that is read before it; others are refused by name.
+
 {processors} of {media} multimodal types have a processor of images or audio that loads without torchvision.
 """
 

@@ -8,6 +8,7 @@ needs what is not here says so. ``--device cpu`` runs what can run on a CPU.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import multiprocessing
 import os
@@ -75,13 +76,27 @@ def run_item(name: str, device: str, seconds: float, run: Callable[[str], str] |
 def _answer(run: Callable[[str], str], device: str, pipe: Connection) -> None:
     os.setsid()  # so that instances it has started end with it
     answer: tuple[Outcome, str]
+    kernels = _watch_kernels()
     try:
         answer = ("works", run(device))
     except NotHere as error:
         answer = ("not here", str(error))
     except BaseException as error:
         answer = ("fails", f"{type(error).__name__}: {' '.join(str(error).split())[:600]}")
+    if kernels:
+        found = kernels.count(True)
+        answer = (answer[0], f"{answer[1]}; {len(kernels) - found} kernels compiled, {found} found in Triton's cache")
     pipe.send(answer)
+
+
+def _watch_kernels() -> list[bool]:
+    """Have Triton, where it is installed, note for each kernel of this process if it was in the cache."""
+    found: list[bool] = []
+    if importlib.util.find_spec("triton") is not None:
+        from triton import knobs
+
+        knobs.compilation.listener = lambda *, cache_hit, **_: found.append(cache_hit)
+    return found
 
 
 def _end(child: Any) -> None:

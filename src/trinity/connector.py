@@ -26,6 +26,7 @@ from trinity.errors import (
     UnknownName,
 )
 from trinity.errors.arguments import Positive, check_arguments, check_value
+from trinity.errors.live_objects import forbid_copies
 from trinity.memory.block_memory import BlockMemory
 from trinity.memory.byte_ranges import ByteRange, Strided, layer_byte_range, tail_byte_range
 from trinity.memory.devices import wait_for_default_stream
@@ -55,6 +56,7 @@ class Route(NamedTuple):
         return should_verify(self.verify, self.transport)
 
 
+@forbid_copies("pass the name and options of its transport")
 @check_arguments
 class Connector:
     """Pulls image and KV blocks (TriInfer 4.3, pull migration, step 3). Serves one pipeline, which closes it.
@@ -193,9 +195,9 @@ class Connector:
 
         ``rows``: how many rows the blocks hold, so that the empty ones of the last block need not move; None: all.
         On a GPU it waits for the default stream; whoever has written on another one waits for that first.
-        Returns the record of the move. Raises ``ConfigError`` for pools of two kinds or rows that these blocks do not
-        have, ``LayoutMismatch`` for blocks of two shapes or dtypes, ``TransportError`` where the blocks did not arrive,
-        and ``ClosedError``.
+        Returns the record of the move. Raises ``ConfigError`` for pools of two kinds, of an unknown one, and for rows
+        that these blocks do not have, ``LayoutMismatch`` for blocks of two shapes or dtypes, ``TransportError`` where
+        the blocks did not arrive, and ``ClosedError``.
         """
         if self._closed:
             raise ClosedError("the connector is closed")
@@ -210,6 +212,8 @@ class Connector:
             raise LayoutMismatch(f"blocks of {_layout(source)} do not fit a pool of {_layout(target)}")
         if rows is not None and -(-rows // height) != len(blocks):
             raise ConfigError(f"{rows} rows are not in {len(blocks)} blocks of {height}")
+        if kind not in self.routes:
+            raise UnknownName("kind of block", kind, self.routes, "Give pools of an instance that trinity loaded.")
         check_block_numbers(self.routes[kind].transport.scheme, "source", blocks, source.blocks)
         for gpu in {source.gpu, target.gpu} - {None}:
             await asyncio.to_thread(wait_for_default_stream, gpu)

@@ -10,7 +10,7 @@ from typing import Any
 from trinity.core.instance.settings import Reservation, check_depth, check_limits, check_reservation
 from trinity.core.scheduler import BatchRules
 from trinity.core.values import FRONTEND, is_frontend
-from trinity.errors import ConfigError, PlacementError
+from trinity.errors import ConfigError, PlacementError, show
 from trinity.errors.arguments import DeviceName, InstanceName, check_arguments
 from trinity.placement import Group, Placement
 from trinity.stages.attention.backends import AUTO, check_name
@@ -84,7 +84,7 @@ class Instance:
         check_reservation(self.reservation)
         check_limits(self.token_budget, self.image_budget, self.rules is not None)
         if self.lanes not in (("joint",), ("vision", "language")):
-            raise ConfigError(f"lanes must be ('joint',) or ('vision', 'language'), got {self.lanes!r}")
+            raise ConfigError(f"lanes must be ('joint',) or ('vision', 'language'), got {show(self.lanes)}")
         if self.lanes != ("joint",) and ("E" not in self.roles or self.roles == "E"):
             self.lanes = ("joint",)  # with one kind of work there is nothing to run beside it
         check_depth(self.steps_in_flight)

@@ -110,7 +110,7 @@ class Placement:
 def _groups(piece: str, text: str) -> Iterable[Group]:
     if not piece or _GROUP.sub("", piece):
         raise PlacementError(
-            f"{text!r} is not a placement: write counts and letters of E, P, D, such as 1E3P4D or ED+P"
+            f"{show(text)} is not a placement: write counts and letters of E, P, D, such as 1E3P4D or ED+P"
         )
     for count, letters in _GROUP.findall(piece):
         yield Group(_count(count, text), _roles(letters, text))
@@ -119,7 +119,9 @@ def _groups(piece: str, text: str) -> Iterable[Group]:
 def _count(digits: str, text: str) -> int:
     count = int(digits[:9]) if digits else 1  # of more digits it is out of range too
     if not 1 <= count <= 65_536 or len(digits) > 9:
-        raise PlacementError(f"placement {text!r}: an instance count must lie between 1 and 65536, got {digits:.20}")
+        raise PlacementError(
+            f"placement {show(text)}: an instance count must lie between 1 and 65536, got {digits:.20}"
+        )
     return count
 
 
@@ -127,5 +129,7 @@ def _roles(letters: str, text: str) -> str:
     unknown = sorted(set(letters) - set(STAGES))
     if unknown or len(set(letters)) != len(letters):
         wrong = f"unknown stage {', '.join(unknown)}" if unknown else f"a stage twice in {letters!r}"
-        raise PlacementError(f"placement {text!r} names {wrong}; the stages are E (encode), P (prefill), D (decode)")
+        raise PlacementError(
+            f"placement {show(text)} names {wrong}; the stages are E (encode), P (prefill), D (decode)"
+        )
     return "".join(stage for stage in STAGES if stage in letters)

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from trinity.errors import RequestError, describe_error
-from trinity.errors.arguments import show
+from trinity.errors.arguments import KeywordsByName, show
 from trinity.errors.plain_values import (
     Unfit,
     read_chat,
@@ -31,7 +31,7 @@ _MOST_SHOWN = 60  # characters of a text in an output's repr
 _ids = count(1)
 
 
-class Structured(msgspec.Struct, frozen=True, kw_only=True):
+class Structured(msgspec.Struct, metaclass=KeywordsByName, frozen=True, kw_only=True):
     """A form that an output keeps to, one of these; llguidance (the extra ``structured``) follows it token by token.
 
     - ``json_schema``: a JSON schema, as a dict or as text, of what llguidance supports; others are refused by name.
@@ -42,13 +42,15 @@ class Structured(msgspec.Struct, frozen=True, kw_only=True):
     The output ends only where the form is complete, or is cut by ``max_tokens`` or a stop string.
     """
 
+    misuse = RequestError
+
     json_schema: Mapping[str, Any] | str | None = None
     regex: str | None = None
     grammar: str | None = None
     json_object: bool = False
 
 
-class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Sampling(msgspec.Struct, metaclass=KeywordsByName, frozen=True, kw_only=True, omit_defaults=True):
     """Choice of the next token. A field that is not set (None) takes the value of the checkpoint's generation config.
 
     A value that is set wins, 0 and 1 too. Where neither says anything, a choice is greedy and each other field is off.
@@ -79,6 +81,8 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     - ``logprobs`` (tokens, None): report the log-probability of the chosen token and of this many most likely ones,
       after temperature, penalties and bans and before truncation.
     """
+
+    misuse = RequestError
 
     temperature: float | None = None
     top_k: int | None = None
@@ -128,7 +132,7 @@ PLAIN_GREEDY: dict[str, Any] = {
 """Every field of ``Sampling`` that a checkpoint may set, greedy or off."""
 
 
-class Media(msgspec.Struct, frozen=True):
+class Media(msgspec.Struct, metaclass=KeywordsByName, frozen=True):
     """One media item.
 
     - ``kind``: "image", "video", "audio" or another ``MediaKind``'s name; a model that does not take it refuses it.
@@ -140,11 +144,13 @@ class Media(msgspec.Struct, frozen=True):
       what else transformers' processors take. Alpha is dropped, EXIF orientation applied, as its ``load_image`` does.
     """
 
+    misuse = RequestError
+
     kind: str
     source: Any
 
 
-class Request(msgspec.Struct, frozen=True):
+class Request(msgspec.Struct, metaclass=KeywordsByName, frozen=True):
     """One request. Give either ``prompt`` or ``messages``.
 
     - ``prompt`` (None): raw text in which ``<image>`` marks the place of each image in turn, for every model.
@@ -170,6 +176,8 @@ class Request(msgspec.Struct, frozen=True):
     Submitting it raises ``RequestError`` if a field is out of range (``max_tokens`` ≤ 0, NaN temperature, ...).
     """
 
+    misuse = RequestError
+
     prompt: str | None = None
     messages: Sequence[Mapping[str, Any]] | None = None
     images: Sequence[Any] = ()
@@ -184,6 +192,7 @@ class Request(msgspec.Struct, frozen=True):
     cache_salt: str = ""
     untrusted: bool = False
     special_tokens: bool | None = None
+    _client: str = ""  # a digest that the server sets: clients share the turns in which requests are prepared
 
     def all_media(self) -> list[Media]:
         """List ``images`` and ``media``, in this order."""

@@ -54,7 +54,7 @@ class Recorded:
     async def profile(self) -> CostTables:
         self.profiled += 1
         found = {"decodes": {1: 1e-3}, "prefill": {1: 1e-3}, "media": {576: 1e-3}}
-        return CostTables.from_samples({1: found}, model="llava", device="cpu", dtype="float32")
+        return CostTables.from_samples({1: found}, model="llava", device="cpu", dtype="bfloat16")
 
 
 def auto(requests: int = 120, instances: int = 2, apply: bool = False) -> AutoPlanner:

@@ -11,7 +11,7 @@ import torch
 
 from trinity.connector import Connector
 from trinity.core.messages import Pull, Pulled
-from trinity.errors import LayoutMismatch
+from trinity.errors import LayoutMismatch, UnknownName
 from trinity.memory.block_memory import BlockMemory, BlockShape
 
 
@@ -159,6 +159,17 @@ async def test_blocks_of_as_many_bytes_but_another_dtype_or_shape_do_not_move(me
             await made.move(source, [0], target, [0])
         target.close()
     source.close()
+    await made.aclose()
+
+
+async def test_pools_of_a_kind_that_no_route_has_are_named() -> None:
+    """A KeyError of the connector's own table came."""
+    made, shape = Connector("inproc"), BlockShape("keys", (2, 2, 1, 4, 8), torch.float16)
+    source, target = (BlockMemory(shape, 4, shared=True) for _ in range(2))
+    with pytest.raises(UnknownName, match="unknown kind of block 'keys'; known: image, kv"):
+        await made.move(source, [0], target, [0])
+    source.close()
+    target.close()
     await made.aclose()
 
 

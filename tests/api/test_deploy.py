@@ -16,7 +16,7 @@ from trinity.core.scheduler import BatchRules
 from trinity.costs.budgets import StepBudgets
 from trinity.costs.emulated_cost import LinearCost
 from trinity.emulation.model import LLAVA_15_7B, EmulatedModel
-from trinity.errors import ConfigError, UnknownName
+from trinity.errors import ConfigError
 from trinity.instance import Instance
 from trinity.memory.cache_config import CacheConfig
 from trinity.pipeline import Pipeline
@@ -68,8 +68,10 @@ def test_what_is_not_said_is_the_plans_and_else_the_instances_own() -> None:
     assert (limited.token_budget, limited.image_budget) == (None, None)
 
 
-def test_a_keyword_that_is_none_is_refused_with_those_known() -> None:
-    with pytest.raises(UnknownName, match="of Pipeline or its instances 'depht'; known: attention, depth"):
+def test_a_keyword_that_is_none_is_refused_with_the_nearest() -> None:
+    with pytest.raises(
+        ConfigError, match=r"Pipeline\(\) has no keyword 'depht': did you mean 'depth'\? it takes model, "
+    ):
         Pipeline(QUICK, "EPD", depht=2)  # type: ignore[call-arg]
 
 

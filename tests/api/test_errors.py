@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
+from typing import Any
 
 import pytest
 
@@ -64,3 +65,24 @@ def test_a_process_says_what_was_wrong() -> None:
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool, pytest.raises(TraceTooShort) as caught:
         pool.submit(fails).result(60)
     assert caught.value.needed_s == 7.5
+
+
+@pytest.mark.parametrize(("name", "outside"), [("mine", True), ("trinity", False), ("trinity.api", False)])
+def test_a_warning_points_to_the_first_line_outside(name: str, outside: bool) -> None:
+    """At 44286955 the package's own ``__init__`` was taken for a caller."""
+    with pytest.warns(errors.TrinityWarning, match="said") as caught:
+        make_caller(name)()
+    assert (caught[0].filename == "inner.py") == outside
+
+
+def test_code_without_a_name_may_lead_to_a_warning() -> None:
+    """At 44286955 it was an ``AttributeError``. Python itself drops a warning of such code."""
+    make_caller(None)()
+
+
+def make_caller(name: str | None) -> Callable[[], None]:
+    """Make a function, of a module of this name, that leads to a warning."""
+    scope: dict[str, Any] = {"__name__": name, "warn_caller": errors.warn_caller}
+    exec(compile("def call():\n    warn_caller('said')", "inner.py", "exec"), scope)
+    call: Callable[[], None] = scope["call"]
+    return call

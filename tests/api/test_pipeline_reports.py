@@ -208,7 +208,7 @@ async def test_trace(tmp_path: Path) -> None:
     check_rows([row for row in loaded if row.finish_reason in ("length", "stop")])
     first = loaded[0].timestamp
     assert all(0 <= row.timestamp - first < 100_000 for row in loaded)
-    assert loaded.attainment(SLO(ttft=1000.0, tbt=1000.0)) == 4 / 6
+    assert loaded.attainment(SLO(ttft=1e6, tbt=1e6)) == 4 / 6
 
 
 def id_of(row: Any) -> str:
@@ -228,7 +228,7 @@ def check_rows(rows: Sequence[Any]) -> None:
 
 
 async def test_metrics() -> None:
-    async with serving("E+P+D", slo=SLO(ttft=1000.0, tbt=1000.0)) as pipe:
+    async with serving("E+P+D", slo=SLO(ttft=1e6, tbt=1e6)) as pipe:
         await mixed(pipe)
         summary = pipe.metrics.summary()
         assert summary["finished"] == {"length": 3, "cancelled": 1, "deadline": 1, "refused": 1, "stop": 1}

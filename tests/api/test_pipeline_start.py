@@ -17,6 +17,7 @@ from trinity.emulation.processor import EmulatedProcessor
 from trinity.errors import ClosedError, ConfigError
 from trinity.pipeline import Pipeline
 from trinity.preprocess.media_limits import MediaLimits
+from trinity.preprocess.worker_processes import KillableProcessor
 from trinity.remote.supervisor_core import LifePhase
 from trinity.runtime import loader
 from trinity.runtime.shielded_wait import run_to_end
@@ -39,7 +40,7 @@ def assert_closed(pipe: Pipeline) -> None:
     if pipe._processes is not None:
         phases = {member.phase for member in pipe._processes.core.members.values()}
         assert phases <= {LifePhase.CLOSED}, phases
-        assert not pipe._processes.forks.launchers
+        assert pipe._processes.forks.opening is None
         assert not Path(pipe._processes._folder.path).exists()
 
 
@@ -139,8 +140,10 @@ async def test_a_start_that_is_given_up_leaves_no_preprocessing_process(llama: P
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.3):
             await pipe.start()
-    workers = getattr(pipe._frontend.processor, "_workers", [])
-    assert [each._process for each in workers] == [None]
+    made = pipe._frontend.processor
+    assert isinstance(made, KillableProcessor)
+    assert made.origin.process == 0
+    assert [each.process for lane in made._workers.values() for each in lane] == [0, 0]
 
 
 async def test_an_error_of_a_start_comes_through_and_nothing_stays(monkeypatch: pytest.MonkeyPatch) -> None:

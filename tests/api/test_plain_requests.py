@@ -23,6 +23,7 @@ from trinity.core.messages import Submit
 from trinity.emulation.model import EmulatedRequest
 from trinity.errors import RequestError
 from trinity.pipeline import Pipeline
+from trinity.preprocess.content_parts import take_media
 from trinity.preprocess.processor import RequestProcessor
 from trinity.remote.wire import decode, encode
 from trinity.request import Media, Request, Sampling, check_request
@@ -104,6 +105,16 @@ def test_the_other_fields_become_plain() -> None:
         assert type(text) is str
     assert plain.images[0] == f"{Path.cwd()}/./cat\udcff.jpg", "the name of a file may hold any bytes"
     assert check_request(Request("a", max_tokens=HUGE)).max_tokens == 2**31 - 1
+
+
+def test_a_long_text_is_not_copied() -> None:
+    """A picture in a chat is a text of megabytes; each copy of it holds the event loop, and memory."""
+    url = "data:image/png;base64," + "A" * 10**6
+    chat = [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]
+    plain = check_request(Request(messages=chat))
+    assert plain.messages[0]["content"][0]["image_url"]["url"] is url  # type: ignore[index]
+    (medium,) = take_media(plain).media
+    assert medium.source is url
 
 
 def test_a_chat_is_copied() -> None:

@@ -22,7 +22,7 @@ from trinity.bench.engines.serve_transformers import FeatureEmbedding, Transform
 from trinity.bench.engines.vision_keys import rename_vision_keys
 from trinity.bench.load import CheckpointRequests, burst_row
 from trinity.bench.servers import BenchRequest, EngineSpec
-from trinity.errors import UnknownName
+from trinity.errors import ConfigError
 
 
 def settings(**given: Any) -> dict[str, Any]:
@@ -48,7 +48,7 @@ def test_trinity_is_set_up_as_a_user_would() -> None:
     two = serve_trinity.make_pipeline(settings(placement="EP+D", options={"threads_of": {"EP": 2}}))
     assert [(each.name, each.threads) for each in two.instances] == [("EP0", 2), ("D0", 1)]
     assert two.hosting == "process"
-    with pytest.raises(UnknownName, match="unheard"):
+    with pytest.raises(ConfigError, match="no keyword 'unheard'"):
         serve_trinity.make_pipeline(settings(options={"unheard": 1}))
 
 

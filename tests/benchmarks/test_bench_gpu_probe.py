@@ -74,9 +74,16 @@ def wrong(device):
 def absent(device):
     raise NotHere("no such thing")
 
+def compiles(device):
+    import triton
+    for cached in (True, False, True):
+        triton.knobs.compilation.listener(src=None, metadata={}, metadata_group={}, times=None, cache_hit=cached)
+    return device
+
 probe.ITEMS.clear()
 probe.ITEMS.update(
-    hang=Item(hang, 2), die=Item(die, 60), wrong=Item(wrong, 60), absent=Item(absent, 60), good=Item(str.upper, 60)
+    hang=Item(hang, 2), die=Item(die, 60), wrong=Item(wrong, 60), absent=Item(absent, 60), good=Item(str.upper, 60),
+    compiles=Item(compiles, 60)
 )
 found = probe.probe("cpu", 60, (), folder / "found.json")
 print(probe.summarise(found))
@@ -96,13 +103,15 @@ def test_an_item_that_hangs_dies_or_fails_ends_no_other(tmp_path: Path) -> None:
     command = [sys.executable, "-c", ODD, str(tmp_path), *(() if torch.cuda.is_available() else ("none",))]
     done = subprocess.run(command, env=ENVIRONMENT, cwd=ROOT, capture_output=True, text=True)
     found = {each["item"]: each for each in json.loads((tmp_path / "found.json").read_text())}
-    assert [each["outcome"] for each in found.values()] == ["fails", "fails", "fails", "not here", "works"], done.stderr
+    outcomes = [each["outcome"] for each in found.values()]
+    assert outcomes == ["fails", "fails", "fails", "not here", "works", "works"], done.stderr
     assert found["hang"]["sentence"] == "it did not end within 2 s"
     assert found["die"]["sentence"] == "its process died with exit code 7"
     assert found["wrong"]["sentence"] == "RuntimeError: this is wrong"
     assert found["good"]["sentence"] == "CPU"
+    assert found["compiles"]["sentence"] == "cpu; 1 kernels compiled, 2 found in Triton's cache"
     *_, first, _, second = done.stdout.splitlines()
-    assert first == "1 of 5 items work; failed: hang, die, wrong; not here: absent."
+    assert first == "2 of 6 items work; failed: hang, die, wrong; not here: absent."
     assert second == "0 of 1 items work; not here: good."
     if not torch.cuda.is_available():
         absent = json.loads((tmp_path / "none.json").read_text())

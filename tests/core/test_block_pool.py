@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import random
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
 import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from trinity.core.block_pool import BlockPool, FreeRuns, blocks_for, media_keys, prefix_keys, uncut_blocks
+from trinity.core import block_pool
+from trinity.core.block_pool import FEW_ENTRIES, BlockPool, FreeRuns, blocks_for, media_keys, prefix_keys, uncut_blocks
 from trinity.core.messages import MediaSpan
 
 SIZE = 12
@@ -54,7 +61,7 @@ class Runs(RuleBasedStateMachine):
     @invariant()
     def same(self) -> None:
         assert self.runs.count == len(self.free)
-        assert {block for block in range(-1, SIZE + 1) if block in self.runs} == self.free
+        assert [block for start, end in self.runs.runs() for block in range(start, end)] == sorted(self.free)
 
 
 class Pool(RuleBasedStateMachine):
@@ -148,7 +155,7 @@ def test_consecutive_blocks_are_handed_out_together() -> None:
     assert runs.take(3) == [4, 5, 6]
     assert runs.count == 0
     assert FreeRuns(0).count == 0
-    assert 0 not in FreeRuns(0)
+    assert FreeRuns(0).runs() == []
     assert FreeRuns(0).take(0) == []
 
 
@@ -167,6 +174,78 @@ def test_the_longest_run_is_taken_first_where_none_fits() -> None:
     for block in (0, 2, 3, 5, 6, 8):
         runs.give((block,))
     assert runs.take(5) == [2, 3, 5, 6, 0]
+
+
+def bytecodes(call: Callable[[], object]) -> int:
+    """Count the bytecodes that block_pool.py executes: a measure of its work that no load changes."""
+    executed = 0
+
+    def trace(frame: FrameType, event: str, _: Any) -> Callable[..., Any] | None:
+        nonlocal executed
+        if frame.f_code.co_filename != block_pool.__file__:
+            return None
+        frame.f_trace_opcodes = True
+        executed += event == "opcode"
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return executed
+
+
+@pytest.mark.parametrize("gap", [2, 3])
+def test_a_piece_costs_the_same_however_many_runs_are_free(gap: int) -> None:
+    costs = []
+    for size in (1 << 8, 1 << 12, 1 << 15):
+        runs = FreeRuns(size)
+        runs.give([block for block in runs.take(size) if block % gap])
+        costs.append(bytecodes(lambda: runs.give(runs.take(64))))  # noqa: B023
+    assert costs[-1] <= 1.5 * costs[0], f"grows with the runs: {costs}"
+
+
+def test_a_full_cache_is_evicted_in_time_proportional_to_what_is_asked() -> None:
+    costs = []
+    for size in (1 << 9, 1 << 12):
+        pool = BlockPool("kv", size)
+        blocks = pool.allocate(size)
+        for block in blocks:
+            pool.publish(block, block.to_bytes(4, "little"))
+        pool.drop(blocks[::2])
+        pool.drop(blocks[1::2])
+        costs.append(bytecodes(lambda: pool.allocate(size // 2)) / size)  # noqa: B023
+        assert pool.evictions == size // 2
+    assert costs[1] <= 1.5 * costs[0], f"a block costs more in a larger pool: {costs}"
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 1 << 32), size=st.integers(1, 400))
+def test_larger_pools_choose_as_the_plain_rule_does(seed: int, size: int) -> None:
+    """Hundreds of runs of many lengths, also ones that come and go without being taken."""
+    drawn = random.Random(seed)
+    runs, free = FreeRuns(size), set(range(size))
+    for _ in range(120):
+        count = drawn.randint(0, min(len(free), 40))
+        assert runs.take(count) == naive_take(free, count)
+        taken = [block for block in range(size) if block not in free]
+        back = drawn.sample(taken, drawn.randint(0, min(len(taken), 40)))
+        runs.give(back)
+        free.update(back)
+    assert sum(end - start for start, end in runs.runs()) == runs.count == len(free)
+
+
+def test_runs_that_come_and_go_leave_no_entries_behind() -> None:
+    runs = FreeRuns(1024)
+    runs.take(1024)
+    runs.give((512,))
+    for _ in range(1000):
+        for block in (0, 1):
+            runs.give((block,))
+        assert runs.take(2) == [0, 1]
+    assert sum(map(len, runs._starts.values())) <= 2 * len(runs.runs()) + FEW_ENTRIES + 1
 
 
 def test_the_least_recently_used_block_is_evicted_first() -> None:

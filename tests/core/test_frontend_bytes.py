@@ -100,8 +100,8 @@ def test_the_count_is_that_of_the_requests_that_are_there_in_any_order_of_events
         assert core.waiting_bytes == 0
 
 
-def test_the_default_is_four_gigabytes() -> None:
-    assert FrontendCore(RoundRobin()).max_waiting_bytes == MAX_WAITING_BYTES == 4 << 30
+def test_the_default_is_one_gigabyte() -> None:
+    assert FrontendCore(RoundRobin()).max_waiting_bytes == MAX_WAITING_BYTES == 1 << 30
 
 
 def test_the_bytes_are_told_to_the_front_end_alone() -> None:

@@ -19,7 +19,7 @@ from trinity.core.messages import FRONTEND, Step
 from trinity.testing.virtual import Durations, VirtualCluster, make_settings
 
 STILL = Durations(lambda *_: 0.01, lambda *_: 1.0, lambda *_: 0.1)
-AT_ALL = 50
+AT_ALL = 60
 
 
 def test_decodes_move_with_all_invariants() -> None:

@@ -196,9 +196,30 @@ def test_inputs_that_are_not_kept_are_made_again() -> None:
     assert not sent(out, Submit)
     assert not core.handle(PeerUp("E9", "E", 0), 1.5), "it is being prepared: not twice at once"
     contents = tuple(span.content for span in core.entries["r"].work.media)
-    again = submitted(core.handle(Prepared("r~1.1", ("new pixels",), contents), 2.0))
+    assert core.waiting_bytes == 0, "there are none until then"
+    again = submitted(core.handle(Prepared("r~1.1", ("new pixels",), contents, input_bytes=60), 2.0))
     assert (again.inputs, again.work.request) == (("new pixels",), "r~1.1")
     assert core.entries["r"].inputs == ()
+    assert core.waiting_bytes == 60
+    core.handle(emit("r~1.1", 1, (0, 5)), 3.0)
+    assert core.waiting_bytes == 0
+
+
+def test_inputs_that_are_made_again_count_until_the_next_token() -> None:
+    """At 726a4303 those of a request that had a token already did not count at all."""
+    core = recovering(kept_bytes=0)
+    core.handle(with_pixels(60), 0.0)
+    core.handle(emit("r", 0, (0, 5)), 0.5)
+    core.handle(told("r", 0), 1.0)
+    contents = tuple(span.content for span in core.entries["r"].work.media)
+    for life, then in (("r~1.1", told("r~1.1", 1)), ("r~1.2", None)):
+        assert core.waiting_bytes == 0
+        core.handle(Prepared(life, ("new pixels",), contents, input_bytes=60), 2.0)
+        assert core.waiting_bytes == 60
+        if then is not None:
+            core.handle(then, 3.0)
+    core.handle(emit("r~1.2", 2, (1, 6)), 4.0)
+    assert core.waiting_bytes == 0
 
 
 @pytest.mark.parametrize(

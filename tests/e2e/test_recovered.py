@@ -151,7 +151,8 @@ async def test_a_request_that_comes_while_its_stage_is_away_waits_for_it(victim:
         outputs = await asyncio.wait_for(serve(pipe, greedy()[:2]), LIVENESS_S)
         assert [each.token_ids for each in (*outputs, await first)] == [*wanted()[:2], wanted()[0]]
         assert [each.lives for each in outputs] == [1, 1], "it waited, and was not lost"
-        assert pipe._frontend.core.kept_bytes == 0
+        core = pipe._frontend.core
+        assert (core.kept_bytes, core.waiting_bytes, pipe.processor.room.taken) == (0, 0, 0)
         assert pipe.processes[victim] is not old
 
 

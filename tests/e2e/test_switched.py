@@ -25,6 +25,7 @@ from trinity.emulation.model import EmulatedRequest
 from trinity.errors import ChangeRefused, ConfigError, PlacementError, UnknownName
 from trinity.pipeline import Pipeline
 from trinity.remote.fork_client import Launcher
+from trinity.remote.process_identity import read_start
 from trinity.remote.supply import InstanceProcess
 from trinity.request import Request, Sampling
 
@@ -262,7 +263,7 @@ async def test_a_switch_that_is_cancelled_while_its_next_life_loads_ends_that() 
         switching.cancel()
         with pytest.raises(asyncio.CancelledError):
             await switching
-        process = InstanceProcess(client.process, None, asyncio.Future())
+        process = InstanceProcess(client.process, read_start(client.process))
         async with asyncio.timeout(LIVENESS_S):
             while member.dismissed or not process.has_ended():
                 await asyncio.sleep(0.005)

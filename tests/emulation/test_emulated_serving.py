@@ -206,7 +206,7 @@ async def test_a_killed_instance_is_started_again_and_its_request_goes_on() -> N
             os.kill(old, signal.SIGKILL)
             output = await going
             check([output], [long])
-            assert output.lives == 2
+            assert output.lives >= 2, "each attempt to go on before D0 is back is a life, on a busy machine"
             while pipe.processes["D0"].process == old:
                 await asyncio.sleep(0.01)
             requests = asked()[:3]

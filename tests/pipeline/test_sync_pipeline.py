@@ -39,6 +39,14 @@ def pipe() -> Iterator[SyncPipeline]:
         yield started
 
 
+@pytest.fixture(autouse=True, scope="module")
+def ctrl_c_interrupts() -> Iterator[None]:
+    """Whatever a shell starts in the background ignores SIGINT, and Python then leaves it so."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 # ---------------------------------------------------------------- it is Pipeline
 
 RENAMED = {"aclose": "close"}

@@ -16,7 +16,7 @@ from trinity.simulation.simulator import Simulator
 from trinity.testing.checkpoints import build_checkpoint
 
 SECONDS = {"decodes": {1: 0.01, 64: 0.02}, "prefill": {1: 0.01, 1024: 0.1}, "media": {576: 0.1}}
-TABLES = CostTables.from_samples({1: SECONDS}, model="llava", device="a server's cores", dtype="float32")
+TABLES = CostTables.from_samples({1: SECONDS}, model="llava", device="a server's cores", dtype="bfloat16")
 RELAXED = SLO(2.0, 0.1)
 
 
@@ -59,7 +59,7 @@ def test_a_hub_id_that_is_nowhere_says_how_to_fetch_it() -> None:
 
 
 def test_a_folder_without_a_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"cannot read .*config\.json"):
+    with pytest.raises(ConfigError, match=r"has no config.json"):
         planner(tmp_path)
 
 

@@ -273,7 +273,7 @@ def test_a_pipe_sees_no_bar_a_terminal_and_a_notebook_do(monkeypatch: pytest.Mon
 )
 def test_an_option_that_is_not_the_planners_says_where_it_belongs(name: str, says: str) -> None:
     asked: dict[str, Any] = {name: "bayesian"}
-    with pytest.raises(TypeError, match=rf"HybridPlanner\(\) got an unexpected keyword argument '{name}'.*{says}"):
+    with pytest.raises(ConfigError, match=rf"HybridPlanner\(\) has no keyword '{name}'.*{says}"):
         HybridPlanner("llava-1.5-7b", SLO(2.0, 0.08), instances=2, **asked)
 
 

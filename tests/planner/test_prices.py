@@ -78,7 +78,7 @@ def test_a_device_of_ones_own_and_a_cpu_keep_their_overheads() -> None:
 @needs_twin
 def test_a_table_measured_on_a_cpu_is_not_labelled_h100() -> None:
     curves = StepCost.from_samples({1: 0.01, 64: 0.03}, {1: 0.01, 1024: 0.1}, {576: 0.02, 5760: 0.1})
-    tables = CostTables(model="llava", device="AMD EPYC x 1", dtype="float32", source="profiled", costs=((1, curves),))
+    tables = CostTables(model="llava", device="AMD EPYC x 1", dtype="bfloat16", source="profiled", costs=((1, curves),))
     found = plan(cost=tables)
     assert found.devices == ("AMD EPYC x 1",) * 2
     assert "on 2 x AMD EPYC x 1" in found.explain().splitlines()[0]
@@ -89,7 +89,7 @@ def test_a_table_measured_on_a_cpu_is_not_labelled_h100() -> None:
 
 def tables(device: str) -> CostTables:
     curves = StepCost.from_samples({1: 0.01, 64: 0.03}, {1: 0.01, 1024: 0.1}, {576: 0.02, 5760: 0.1})
-    return CostTables(model="llava", device=device, dtype="float32", source="profiled", costs=((1, curves),))
+    return CostTables(model="llava", device=device, dtype="bfloat16", source="profiled", costs=((1, curves),))
 
 
 @needs_twin

@@ -23,7 +23,7 @@ from trinity.request import Request
 from trinity.testing.oracle import load_as_transformers, own_processor
 
 WORDS = ("What", " is\n", "this", "  two", "ü", "🙂", "\n\n", "the picture")
-KINDS = ("RGB", "RGBA", "L", "P", "LA", "I;16", "array", "floats", "tensor")
+KINDS = ("RGB", "RGBA", "L", "P", "LA", "array", "floats", "tensor")
 
 
 @cache
@@ -46,8 +46,6 @@ def picture(draw: random.Random) -> Any:
             return (pixels / 255).astype(np.float32)
         case "tensor":
             return torch.from_numpy(np.moveaxis(pixels, -1, 0).copy())
-        case "I;16":
-            return Image.fromarray(pixels[:, :, 0].astype(np.uint16))
         case mode:
             return Image.fromarray(pixels).convert(mode)
 

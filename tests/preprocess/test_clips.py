@@ -114,6 +114,7 @@ def test_a_list_is_refused_before_its_frames_are_decoded() -> None:
             raise AssertionError("it was decoded")
 
     frame = Opened()
+    frame.format = "PNG"
     frame._size, frame._mode = (4000, 4000), "RGB"
     with pytest.raises(MediaProblem, match="max_video_pixels"):
         read_frames([frame] * 100, LIMITS)

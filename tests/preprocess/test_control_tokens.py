@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -163,8 +164,18 @@ def test_a_users_marker_of_an_image_is_text_beside_a_real_one() -> None:
     (span,) = served.work.media
     image = processor_of("llava").tokenizer.convert_tokens_to_ids("<image>")
     assert served.work.prompt.count(image) == span.tokens
-    with pytest.raises(BadMedia, match="reserves for media"):
-        processor_of("llava").process(Request(messages=[{"role": "user", "content": parts}], images=[picture(1)]))
+    trusted = Request(messages=[{"role": "user", "content": parts}], images=[picture(1)], request_id="r")
+    with pytest.raises(BadMedia, match=r"reserves for media; to quote it as text give special_tokens=False"):
+        processor_of("llava").process(trusted)
+    quoting = msgspec.structs.replace(trusted, special_tokens=False)
+    assert processor_of("llava").process(quoting).work.prompt == served.work.prompt
+
+
+def test_a_raw_prompt_that_quotes_a_marker_says_how_to_have_it_read_as_text() -> None:
+    quoting = Request("What does <image> mean?", max_tokens=2)
+    with pytest.raises(BadMedia, match=r"to quote a marker as text give special_tokens=False"):
+        processor_of("llava").process(quoting)
+    assert processor_of("llava").process(msgspec.structs.replace(quoting, special_tokens=False)).work.prompt
 
 
 @pytest.mark.parametrize("name", KINDS)

@@ -18,7 +18,7 @@ from trinity.request import Request, Sampling, Structured
 def processor(monkeypatch: pytest.MonkeyPatch) -> Iterator[RequestProcessor]:
     monkeypatch.setattr(grammars, "QUICK_S", 0.4)
     monkeypatch.setattr(grammars, "CPU_S", 0.8)
-    monkeypatch.setattr(grammars, "_PATIENCE_S", 300.0)  # a busy machine may take long for 0.8 s of CPU
+    monkeypatch.setattr(grammars, "TRIAL_PATIENCE_S", 300.0)  # a busy machine may take long for 0.8 s of CPU
     made = RequestProcessor(checkpoint("llama"))
     yield made
     made.close()
@@ -75,7 +75,7 @@ async def test_a_busy_host_is_not_the_fault_of_a_grammar(
     sampling = Sampling(structured=Structured(regex="(up|down)"))
     asked = [Request("a", sampling=sampling, request_id=name) for name in "ab"]
     with monkeypatch.context() as busy:
-        busy.setattr(grammars, "_PATIENCE_S", 1e-3)  # less than a process takes to start
+        busy.setattr(grammars, "TRIAL_PATIENCE_S", 1e-3)  # less than a process takes to start
         found = await asyncio.gather(*map(processor.aprocess, asked), return_exceptions=True)
     assert [type(each) for each in found] == [Overloaded] * 2
     assert [each.request_id for each in found if isinstance(each, Overloaded)] == ["a", "b"]
@@ -103,3 +103,45 @@ async def test_trials_that_wait_are_refused_by_a_close(processor: RequestProcess
     ended = await asyncio.gather(*waiting, return_exceptions=True)
     assert all(isinstance(each, ClosedError) or "complex" in str(each) for each in ended)
     assert any(isinstance(each, ClosedError) for each in ended)
+
+
+async def test_a_flood_of_one_client_leaves_others_their_turn(processor: RequestProcessor) -> None:
+    """At 9df71424 all waited in one queue: 8 to 23 s next to sixteen slow ones."""
+    texts = [f"({letter}{{1000}}){{1000}}" for letter in "klmnopqrstuvwxyz"]
+    flood = [asyncio.create_task(processor.sampling_door._trials.find_problem(f"regex:{t}", t, "a")) for t in texts]
+    await asyncio.sleep(0)
+    assert await processor.sampling_door._trials.find_problem("regex:(on|off)", "other", "b") == ""
+    done = sum(each.done() for each in flood)
+    assert done < len(flood) // 2, "it waited for most of the others"
+    await asyncio.gather(*flood, return_exceptions=True)
+
+
+async def test_one_client_may_not_take_all_room(processor: RequestProcessor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(grammar_trials, "MOST_OF_CLIENT", 2)
+    find = processor.sampling_door._trials.find_problem
+    flood = [asyncio.create_task(find(f"regex:{hostile(letter)}", letter, "a")) for letter in "lmn"]
+    await asyncio.sleep(0)
+    assert await find("regex:(in|out)", "other", "b") == ""
+    found = await asyncio.gather(*flood, return_exceptions=True)
+    assert [isinstance(each, Overloaded) and "of yours" in str(each) for each in found] == [False, False, True]
+
+
+@pytest.mark.parametrize(
+    "schema",
+    ['{"$ref": "#"}', '{"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "$ref": "#/$defs/a"}'],
+)
+def test_a_schema_that_refers_to_itself_is_refused_in_words(schema: str) -> None:
+    """At 9df71424: "NoExtensionBias <non-verbose/>"."""
+    answer = grammars.try_grammar(f"json_schema:{schema}", 2.0)
+    assert "refers to itself and never ends" in answer.problem
+    assert "NoExtensionBias" not in answer.problem
+
+
+def test_a_refusal_repeats_little_of_a_grammar() -> None:
+    for text in (
+        "regex:" + "a" * 3000 + "(",
+        "grammar:start: foo\n" + "x" * 3000,
+        'json_schema:{"type": "%s"}' % ("x" * 3000),
+    ):
+        answer = grammars.try_grammar(text, 2.0)
+        assert 0 < len(answer.problem) <= 200

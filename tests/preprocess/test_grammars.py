@@ -74,7 +74,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_refused_says_why(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(grammars, "CPU_S", 1)
-    monkeypatch.setattr(grammars, "_PATIENCE_S", 400.0)  # it gives way to all others of a busy machine
+    monkeypatch.setattr(grammars, "TRIAL_PATIENCE_S", 400.0)  # it gives way to all others of a busy machine
     fields, why = REFUSED[name]
     with pytest.raises(GrammarProblem, match=f"(?s){why}"):
         check_grammar(text_of(**fields), checkpoint("llama"))
@@ -171,7 +171,7 @@ async def test_a_slow_grammar_delays_no_other_request(
     processor: RequestProcessor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grammars, "CPU_S", 1)
-    monkeypatch.setattr(grammars, "_PATIENCE_S", 400.0)  # it gives way to all others of a busy machine
+    monkeypatch.setattr(grammars, "TRIAL_PATIENCE_S", 400.0)  # it gives way to all others of a busy machine
     slow = asyncio.ensure_future(refusal(processor, structured=Structured(regex="(b{1000}){1000}")))
     await asyncio.sleep(0.05)
     for _ in range(3):

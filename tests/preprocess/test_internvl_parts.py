@@ -84,8 +84,9 @@ def test_pixels_of_any_size_are_those_of_the_original(name: str, opened: Callabl
 def test_a_colour_that_a_file_calls_transparent_stays(
     tiles: bool, tmp_path: Path, opened: Callable[..., RequestProcessor]
 ) -> None:
-    """The original's ``load_image`` takes colours as they are; transformers lays them on white."""
-    processor = opened(change(copy_published("qwen", tmp_path), dynamic_image_size=tiles))
+    """The original's ``load_image`` takes colours as they are, and so does ``transparency="drop"``."""
+    folder = change(copy_published("qwen", tmp_path), dynamic_image_size=tiles)
+    processor = opened(folder, transparency="drop")
     palette = picture(90, 40, 5).convert("P")
     path = tmp_path / "palette.png"
     palette.save(path, transparency=palette.getpixel((7, 7)))

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import base64
 import os
+import tracemalloc
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
+from urllib.parse import unquote
 
+import hypothesis
 import numpy as np
 import pytest
+from hypothesis import strategies as st
 
 from support.picture_pages import PIXELS, PNG
 from trinity.errors import ConfigError
 from trinity.errors.plain_values import read_source
+from trinity.preprocess import media_sources
 from trinity.preprocess.media import read_image
 from trinity.preprocess.media_limits import MediaLimits, MediaProblem
 
@@ -167,6 +174,7 @@ def test_a_data_uri_is_its_bytes_whatever_type_it_says(uri: str) -> None:
         ("data:image/png;base64,A", "base64 is broken"),
         ("data:image/png;base64,\xe4\xf6", "base64 is broken"),
         ("data:image/png;base64,", "is empty"),
+        ("data:image/png;base64,AAA%2%0AB", "base64 is broken"),
         ("data:image/png;base64,PGh0bWw+", "not an image"),
     ],
 )
@@ -179,3 +187,45 @@ def test_a_large_data_uri_is_refused_by_its_length(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(base64, "b64decode", lambda *_, **__: pytest.fail("decoded"))
     with pytest.raises(MediaProblem, match="max_image_bytes is 1000"):
         read_image("data:;base64," + "A" * 2000, MediaLimits(max_image_bytes=1000))
+
+
+@st.composite
+def base64_texts(draw: st.DrawFn) -> str:
+    """Base64 of some bytes, with spaces and %-escapes in it, of which one character may have become another."""
+    text = base64.b64encode(draw(st.binary(max_size=40))).decode()
+    if draw(st.booleans()) and text:
+        at = draw(st.integers(0, len(text)))
+        text = (
+            text[:at]
+            + draw(st.sampled_from(["=", "A", "!", "", "é", "%", "%3", "=A", "==", "====", "%80", "%C2"]))
+            + text[at:]
+        )
+    shown = [f"%{ord(each):02X}" if draw(st.integers(0, 7)) == 0 and ord(each) < 128 else each for each in text]
+    return "".join(
+        each + draw(st.sampled_from(["", "", "", " ", "\n", "\xa0", "%C2%A0", "%E2%80%83"])) for each in shown
+    )
+
+
+@hypothesis.given(base64_texts(), st.integers(1, 24))
+def test_a_data_uri_in_pieces_is_decoded_as_a_whole(text: str, size: int) -> None:
+    try:
+        plain = unquote(text) if "%" in text else text
+        whole = base64.b64decode("".join(plain.split()), validate=True)
+    except ValueError:
+        whole = None
+    with patch.object(media_sources, "_PIECE", size), suppress(MediaProblem):
+        found = None
+        found = media_sources.read_data_uri(f"data:image/png;base64,{text}", MediaLimits())
+    assert found == whole
+
+
+def test_a_data_uri_takes_no_more_than_a_piece_beside_what_it_makes() -> None:
+    uri = "data:image/png;base64," + base64.b64encode(bytes(24 << 20)).decode()
+    tracemalloc.start()
+    try:
+        data = media_sources.read_data_uri(uri, MediaLimits())
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(data) == 24 << 20
+    assert peak < 24 * 9 / 8 * (1 << 20) + 5 * media_sources._PIECE, peak

@@ -7,36 +7,33 @@ import os
 import pickle
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from support.checkpoint_files import checkpoint
-from support.warm_workers import WarmWorkers
 from trinity.errors import ConfigError, RequestError
-from trinity.preprocess import loader, model_types, worker
+from trinity.preprocess import loader, model_types, worker, worker_processes
 from trinity.preprocess.media_limits import MediaLimits
 from trinity.preprocess.processor import RequestProcessor
 from trinity.preprocess.worker_processes import KillableProcessor, WorkerProcess
 from trinity.request import Request
 
 LIVENESS_S = 400.0
+SLOW = "{% for a in range(2000) %}{% for b in range(2000) %}{% endfor %}{% endfor %}slow"  # over a tenth of a second
 ENDLESS = "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}{% endfor %}"
 HOLDS_THE_LOCK = "{% set x = 3 ** (10 ** 9) %}{{ x % 7 }}"
 HELLO: list[dict[str, Any]] = [{"role": "user", "content": "hello"}]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def warm(warm_workers: WarmWorkers) -> Iterator[None]:
-    with warm_workers.instead():
-        yield
+pytestmark = pytest.mark.usefixtures("forked_workers")
 
 
 @pytest.fixture(scope="module")
@@ -56,14 +53,8 @@ def with_template(directory: Path, template: str) -> Path:
 
 
 def only(processor: KillableProcessor) -> int:
-    (each,) = processor._workers
-    assert each._process is not None
-    return each._process.pid
-
-
-def another_runs(processor: KillableProcessor, pid: int) -> bool:
-    process = processor._workers[0]._process
-    return process is not None and process.pid != pid
+    (each,) = processor._workers[processor._text_lane]
+    return each.process
 
 
 def gone(pid: int) -> bool:
@@ -87,6 +78,7 @@ async def test_faults_of_one_request_harm_no_other(endless: Path, monkeypatch: p
     try:
         async with asyncio.timeout(LIVENESS_S):
             await left(made)
+            await left_before_it_was_sent(made, monkeypatch)
             await died_while_idle(made)
             await killed_as_it_answered(made, monkeypatch)
             await no_memory_for_an_answer(made, monkeypatch)
@@ -97,20 +89,57 @@ async def test_faults_of_one_request_harm_no_other(endless: Path, monkeypatch: p
 
 async def left(made: KillableProcessor) -> None:
     """A caller that leaves frees its process long before the time limit, and another starts by itself."""
-    first = only(made)
+    (each,) = made._workers[made._text_lane]
+    first, begin, begun = only(made), each.begin, list[str]()
+
+    def note(key: Any, name: str, content: bytes) -> Any:
+        begun.append(name)
+        return begin(key, name, content)
+
+    each.begin = note  # type: ignore[method-assign]
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.3):
-            await made.aprocess(Request(messages=HELLO))
+            await made.aprocess(Request(messages=HELLO, request_id="left"))
     assert await asyncio.to_thread(wait_until, lambda: gone(first)), "it is still at a request that nobody wants"
-    assert await asyncio.to_thread(wait_until, lambda: another_runs(made, first))
-    second = only(made)
-    assert (await made.aprocess(Request("good"))).work.prompt
-    assert only(made) == second != first
+    assert (await made.aprocess(Request("good", request_id="good"))).work.prompt
+    assert only(made) != first
+    assert begun == ["left", "good"], "nobody wants it begun again"
+    del each.begin  # type: ignore[method-assign]
+
+
+async def left_before_it_was_sent(made: KillableProcessor, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At 44286955 a request whose caller left while it was packed was begun, and had its process for 30 s of CPU."""
+    (each,) = made._workers[made._text_lane]
+    first, pack, exchange, packs, go_on = only(made), made._pack, each._exchange, asyncio.Event(), threading.Event()
+    loop, sent = asyncio.get_running_loop(), list[bytes]()
+
+    def slowly(request: Request) -> bytes:
+        loop.call_soon_threadsafe(packs.set)
+        assert go_on.wait(LIVENESS_S)
+        return pack(request)
+
+    def note(*parts: bytes) -> Any:
+        sent.append(parts[0])
+        return exchange(*parts)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(worker_processes, "LEFT_S", 0.0)
+        patched.setattr(made, "_pack", slowly)
+        patched.setattr(each, "_exchange", note)
+        asked = asyncio.create_task(made.aprocess(Request(messages=HELLO, request_id="left early")))
+        await packs.wait()
+        asked.cancel()
+        await asyncio.gather(asked, return_exceptions=True)
+        await asyncio.sleep(0.05)  # the caller's patience has ended
+        go_on.set()
+        assert (await made.aprocess(Request("good", request_id="good"))).work.prompt
+    assert sent == [b"good"]
+    assert only(made) == first
 
 
 async def died_while_idle(made: KillableProcessor) -> None:
     """A process that ends before a request has reached it costs that request nothing but time."""
-    (each,) = made._workers
+    (each,) = made._workers[made._text_lane]
     start, killed = each.start, only(made)
 
     def start_and_kill() -> None:
@@ -128,34 +157,35 @@ async def died_while_idle(made: KillableProcessor) -> None:
 
 
 async def killed_as_it_answered(made: KillableProcessor, monkeypatch: pytest.MonkeyPatch) -> None:
-    (each,) = made._workers
-    real = Connection.recv_bytes
+    (each,) = made._workers[made._text_lane]
+    real = worker.receive_parts
 
-    def late(self: Connection, *given: Any) -> bytes:
-        got = real(self, *given)
-        if each._question is not None and each._question.name == "last moment" and len(got) > 100:
-            each._expire(each._question)
+    def late(connection: socket.socket) -> list[bytearray]:
+        got = real(connection)
+        if got[0] == worker.ANSWER:
+            each.kill()
         return got
 
     with monkeypatch.context() as patch:
-        patch.setattr(Connection, "recv_bytes", late)
+        patch.setattr(worker_processes, "receive_parts", late)
         assert (await made.aprocess(Request("in the last moment", request_id="last moment"))).work.prompt
     assert (await made.aprocess(Request("innocent"))).work.prompt
 
 
 async def no_memory_for_an_answer(made: KillableProcessor, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is left of an answer that was not read is not taken for the next one's."""
-    real: Any = Connection._recv  # type: ignore[attr-defined]
+    real: Any = worker._receive
     failed: list[int] = []
 
-    def low(self: Connection, size: int, *given: Any) -> Any:
+    def low(connection: socket.socket, size: int) -> bytearray:
         if size > 100 and not failed:
             failed.append(size)
             raise MemoryError
-        return real(self, size, *given)
+        found: bytearray = real(connection, size)
+        return found
 
     with monkeypatch.context() as patch:
-        patch.setattr(Connection, "_recv", low)
+        patch.setattr(worker, "_receive", low)
         with pytest.raises(RequestError, match="MemoryError"):
             await made.aprocess(Request("large", request_id="large"))
         for name in ("second", "third"):
@@ -163,24 +193,51 @@ async def no_memory_for_an_answer(made: KillableProcessor, monkeypatch: pytest.M
 
 
 async def another_answer(made: KillableProcessor, monkeypatch: pytest.MonkeyPatch) -> None:
-    def forge(data: bytes) -> Any:
-        found = pickle.loads(data)
-        return ("somebody else's", *found[1:]) if isinstance(found, tuple) and found[0] == "mine" else found
+    real, before = worker.receive_parts, only(made)
+
+    def forge(connection: socket.socket) -> list[bytearray]:
+        kind, packed, *rest = real(connection)
+        if kind == worker.ANSWER:
+            grown, name, (_, *given) = pickle.loads(packed, buffers=rest)
+            packed = bytearray(pickle.dumps((grown, name, ("somebody else's", *given))))
+        return [kind, packed, *rest]
 
     with monkeypatch.context() as patch:
-        patch.setattr("trinity.preprocess.worker_processes.pickle", Forged(forge))
-        with pytest.raises(RequestError, match="ended at it"):
+        patch.setattr(worker_processes, "receive_parts", forge)
+        with pytest.raises(RequestError, match="an answer to another one"):
             await made.aprocess(Request("x", request_id="mine"))
     assert (await made.aprocess(Request("good"))).work.prompt
+    assert only(made) != before
 
 
-class Forged:
-    """The module pickle with another ``loads``."""
+async def test_a_process_that_somebody_else_ends_costs_its_request_time_only(tmp_path: Path) -> None:
+    """The system ends one where memory lacks. It is no fault of the request, which is prepared again, once."""
+    model = await asyncio.to_thread(with_template, tmp_path / "m", SLOW)
+    made = await asyncio.to_thread(KillableProcessor, model, limits=MediaLimits(processes=1))
+    (each,) = made._workers[made._text_lane]
+    killed: list[int] = []
 
-    dumps = staticmethod(pickle.dumps)
+    def kill(times: int) -> None:
+        for _ in range(times):
+            wait_until(lambda: each._at is not None and each.process not in (0, *killed))
+            killed.append(each.process)
+            os.kill(each.process, signal.SIGKILL)
+            wait_until(lambda: gone(killed[-1]))
 
-    def __init__(self, loads: Callable[[bytes], Any]) -> None:
-        self.loads = loads
+    try:
+        for times in (1, 2):
+            killing = asyncio.ensure_future(asyncio.to_thread(kill, times))
+            asked = asyncio.ensure_future(made.aprocess(Request(messages=HELLO)))
+            async with asyncio.timeout(LIVENESS_S):
+                await asyncio.wait([killing, asked])
+            if times == 1:
+                assert (await asked).work.prompt
+            else:
+                with pytest.raises(RequestError, match="ended at it"):
+                    await asked
+        assert (await made.aprocess(Request("innocent"))).work.prompt
+    finally:
+        await made.aclose()
 
 
 async def test_markup_and_types_of_the_program_hold_in_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,7 +250,7 @@ async def test_markup_and_types_of_the_program_hold_in_the_process(monkeypatch: 
     try:
         request = Request("<image> x", images=[b"x"])
         assert made._loaded.placeholders == threads._loaded.placeholders
-        setup = pickle.loads(made._workers[0]._setup)
+        setup = made.origin._setup
         assert (setup.registered, setup.markup) == (True, loader.ImageText(marker="(({token}))"))
         with pytest.raises(RequestError, match="image 1 of 1"):
             await made.aprocess(request)
@@ -203,6 +260,7 @@ async def test_markup_and_types_of_the_program_hold_in_the_process(monkeypatch: 
 
 
 def test_a_processor_that_differs_is_refused_by_name(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_processes, "forks_itself", False)
     real = worker.processor_fingerprint
     monkeypatch.setattr(worker, "processor_fingerprint", lambda processor: real(processor) + " and more")
     with pytest.raises(ConfigError, match="loads another tokenizer or processor than the program"):
@@ -212,13 +270,13 @@ def test_a_processor_that_differs_is_refused_by_name(llama: Path, monkeypatch: p
 def test_an_end_beside_a_kill(llama: Path) -> None:
     """``stop`` and timers come from other threads, at any moment of ``end``."""
     made = KillableProcessor(llama, limits=MediaLimits(processes=1))
-    (each,) = made._workers
+    (each,) = made._workers[made._text_lane]
     failed: list[BaseException] = []
 
     def kill() -> None:
         try:
             for _ in range(20_000):
-                each._kill()
+                each.kill()
         except BaseException as error:
             failed.append(error)
 
@@ -238,7 +296,8 @@ from trinity.preprocess.media_limits import MediaLimits
 from trinity.preprocess.worker_processes import KillableProcessor
 from trinity.request import Request
 made = KillableProcessor(sys.argv[1], limits=MediaLimits(processes=1))
-print(made._workers[0]._process.pid, flush=True)
+(each,) = made._workers[made._text_lane]
+print(each.process, flush=True)
 async def ask():
     asked = asyncio.ensure_future(made.aprocess(Request(messages=[{"role": "user", "content": "hi"}])))
     await asyncio.sleep(1.0)

@@ -7,18 +7,18 @@ import io
 import os
 import signal
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
+from PIL import GifImagePlugin, Image, ImageCms, ImageFile, ImagePalette
 
 from support.checkpoint_files import checkpoint
-from support.warm_workers import WarmWorkers
 from trinity.errors import RequestError
+from trinity.preprocess.colours import Transparency, decode_rgb
 from trinity.preprocess.media import image_digest, make_plain, read_image
 from trinity.preprocess.media_limits import MediaLimits, MediaProblem, TooManyTokens
 from trinity.preprocess.processor import RequestProcessor
@@ -29,10 +29,7 @@ LIVENESS_S = 120.0
 ORIENTATION = 274  # EXIF tag
 
 
-@pytest.fixture(scope="module", autouse=True)
-def warm(warm_workers: WarmWorkers) -> Iterator[None]:
-    with warm_workers.instead():
-        yield
+pytestmark = pytest.mark.usefixtures("forked_workers")
 
 
 def noise(height: int = 56, width: int = 84, channels: int = 3, seed: int = 0) -> np.ndarray:
@@ -118,8 +115,6 @@ def sources(folder: Path) -> dict[str, Callable[[], Any]]:
         "P of RGBA": lambda: Image.fromarray(noise(channels=4)).quantize(16),
         "PA": lambda: plain().convert("P").convert("PA"),
         "I;16": lambda: Image.fromarray(noise()[:, :, 0].astype(np.uint16) * 200),
-        "I": lambda: Image.fromarray(noise()[:, :, 0].astype(np.int32)),
-        "F": lambda: Image.fromarray(noise()[:, :, 0].astype(np.float32)),
         "1": lambda: plain().convert("1"),
         "CMYK": lambda: plain().convert("CMYK"),
         "YCbCr": lambda: plain().convert("YCbCr"),
@@ -179,7 +174,8 @@ async def test_each_source_is_what_it_is_on_threads(tmp_path: Path, monkeypatch:
     errors: list[str] = []
     try:
         async with asyncio.timeout(LIVENESS_S):
-            (pid,) = [each._process.pid for each in processes._workers if each._process is not None]
+            (media,) = processes._workers[processes._media_lane]
+            pid = media.process
             for name, make in {**sources(tmp_path), **refused(tmp_path)}.items():
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore")  # of read-only arrays, by torch
@@ -193,7 +189,7 @@ async def test_each_source_is_what_it_is_on_threads(tmp_path: Path, monkeypatch:
             assert one == other
             await never_decoded(processes)
             await shared(processes)
-            assert [each._process.pid for each in processes._workers if each._process] == [pid]
+            assert media.process == pid
             os.kill(pid, signal.SIGKILL)
             again = await answer(processes, noise())
             assert again == await answer(threads, noise()), "nor does the next one look for the model elsewhere"
@@ -231,6 +227,125 @@ def test_what_is_sent_is_plain_and_the_same_picture(tmp_path: Path, monkeypatch:
         sent = make_plain(make(), limits, lambda *_: None)
         assert type(sent) in (bytes, str, type(tmp_path), np.ndarray, Image.Image), name
         assert image_digest(read_image(sent, limits)) == image_digest(read_image(make(), limits)), name
+
+
+@pytest.mark.parametrize("form", ["JPEG", "PNG", "GIF", "WEBP", "AVIF", "BMP", "TIFF", "PPM", "MPO"])
+def test_an_object_that_is_not_decoded_is_sent_as_its_file(
+    form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At 726a4303 it was decoded by the process that sent it."""
+    exif = Image.Exif()
+    exif[ORIENTATION] = 6
+    more: dict[str, Any] = {} if form in ("BMP", "PPM", "GIF") else {"exif": exif}
+    if form in ("GIF", "WEBP", "TIFF", "MPO"):
+        more |= {"save_all": True, "append_images": [Image.fromarray(noise(seed=1))]}
+    data = saved(plain(), form, **more)
+    (tmp_path / "a").write_bytes(data)
+
+    def load(image: Any) -> Any:
+        raise AssertionError("it was decoded")
+
+    sent = []
+    with monkeypatch.context() as patched:
+        patched.setattr(ImageFile.ImageFile, "load", load)
+        for source in (io.BytesIO(data), tmp_path / "a"):
+            with Image.open(source) as image:
+                place = image.fp and image.fp.tell()
+                sent.append(make_plain(image, MediaLimits(), lambda *_: None))
+                assert (image.fp and image.fp.tell()) == place
+                if form != "PNG":  # which decodes to look for its EXIF
+                    image.getexif()
+                    sent.append(make_plain(image, MediaLimits(), lambda *_: None))
+    assert all(each == data for each in sent)
+    assert image_digest(read_image(opened(data), MediaLimits())) == image_digest(read_image(data, MediaLimits()))
+
+
+def drafted() -> Image.Image:
+    image = opened(saved(plain().resize((800, 600)), "JPEG"))
+    image.draft("RGB", (200, 150))
+    return image
+
+
+def at_second_frame(kind: str) -> Image.Image:
+    image = opened(saved(plain(), kind, save_all=True, append_images=[Image.fromarray(noise(seed=1))]))
+    image.seek(1)
+    return image
+
+
+def turned_otherwise(kind: str) -> Image.Image:
+    image = turned(kind)
+    image.getexif()[ORIENTATION] = 3
+    return image
+
+
+def without_profile() -> Image.Image:
+    swapped = bytearray(ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes())
+    swapped[:] = swapped.replace(b"rXYZ", b"TEMP").replace(b"bXYZ", b"rXYZ").replace(b"TEMP", b"bXYZ")
+    image = opened(saved(plain(), "PNG", icc_profile=bytes(swapped)))
+    assert make_plain(image, MediaLimits(), lambda *_: None) == saved(plain(), "PNG", icc_profile=bytes(swapped))
+    del image.info["icc_profile"]
+    return image
+
+
+def with_other_colours() -> Image.Image:
+    image = opened(saved(plain().convert("P"), "PNG"))
+    image.palette = ImagePalette.ImagePalette("RGB", bytes(range(256)) * 3)
+    return image
+
+
+def inverted() -> Image.Image:
+    image: Any = opened(saved(Image.fromarray(noise()[:, :, 0].astype(np.uint16) * 200), "TIFF"))
+    image.tag_v2[262] = 0
+    return cast("Image.Image", image)
+
+
+CHANGED: dict[str, Callable[[], Image.Image]] = {
+    "a draft": drafted,
+    "another frame of a GIF": lambda: at_second_frame("GIF"),
+    "another frame of a TIFF": lambda: at_second_frame("TIFF"),
+    "another frame of a WebP": lambda: at_second_frame("WEBP"),
+    "another frame of an MPO": lambda: at_second_frame("MPO"),
+    "turned otherwise": lambda: turned_otherwise("JPEG"),
+    "a TIFF turned otherwise": lambda: turned_otherwise("TIFF"),
+    "without its profile": without_profile,
+    "a transparent colour": lambda: with_info(opened(saved(plain(), "PNG")), tuple(noise()[0, 0].tolist())),
+    "other colours": with_other_colours,
+    "white is 0": inverted,
+}
+
+
+@pytest.mark.parametrize("name", CHANGED)
+def test_an_object_that_its_program_has_changed_is_sent_as_it_is(name: str) -> None:
+    image: Any = CHANGED[name]()
+    file = image.fp
+    file.seek(0)
+    wanted = image_digest(decode_rgb(CHANGED[name](), "white"))
+    assert wanted != image_digest(read_image(file.read(), MediaLimits())), "the control"
+    sent = make_plain(CHANGED[name](), MediaLimits(), lambda *_: None)
+    assert isinstance(sent, Image.Image)
+    assert image_digest(sent) == wanted
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "value"),
+    [
+        (ImageFile, "LOAD_TRUNCATED_IMAGES", True),
+        (Image, "MAX_IMAGE_PIXELS", 6000),
+        (GifImagePlugin, "LOADING_STRATEGY", GifImagePlugin.LoadingStrategy.RGB_ALWAYS),
+    ],
+)
+def test_an_object_is_decoded_as_its_program_has_set_pillow(
+    module: Any, name: str, value: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At 44286955 the process that read its file had Pillow's own settings."""
+    data = saved(plain(), "JPEG")[:-200]
+    assert make_plain(opened(data), MediaLimits(), lambda *_: None) == data, "the control"
+    monkeypatch.setattr(module, name, value)
+    if name == "LOAD_TRUNCATED_IMAGES":
+        assert isinstance(make_plain(opened(data), MediaLimits(), lambda *_: None), Image.Image)
+    else:
+        with pytest.raises(MediaProblem, match="truncated"):
+            make_plain(opened(data), MediaLimits(), lambda *_: None)
 
 
 def test_a_relative_path_counts_from_where_its_request_was_made(
@@ -273,3 +388,20 @@ def test_a_size_is_checked_before_an_array_is_copied() -> None:
     with pytest.raises(MediaProblem, match="max_pixels"):
         make_plain(Large(), MediaLimits(), never)
     assert os.fspath(Named(Path("x"))) == "x"
+
+
+@pytest.mark.parametrize("transparency", ["white", "drop"])
+def test_processes_put_behind_transparent_pixels_what_the_pipeline_says(transparency: Transparency) -> None:
+    rgba = noise(channels=4)
+    limits = MediaLimits(processes=1)
+    processes = KillableProcessor(checkpoint("llava"), limits=limits, transparency=transparency)
+    threads = RequestProcessor(checkpoint("llava"), transparency=transparency)
+    try:
+        for source in (saved(Image.fromarray(rgba), "PNG"), Image.fromarray(rgba), rgba):
+            request = Request("<image>", images=[source])
+            made, wanted = asyncio.run(processes.aprocess(request)), threads.process(request)
+            assert torch.equal(made.inputs[0]["pixel_values"], wanted.inputs[0]["pixel_values"])
+            assert made.work.media == wanted.work.media
+    finally:
+        processes.close()
+        threads.close()

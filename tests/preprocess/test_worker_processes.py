@@ -8,14 +8,11 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -24,7 +21,6 @@ import torch
 import trinity
 from support.checkpoint_files import checkpoint
 from support.pipeline_driver import ONE, TEXT, TWO, all_tokens
-from support.warm_workers import WarmWorkers
 from trinity.errors import BadMedia, ClosedError, ConfigError, RequestError, RequestTooLarge
 from trinity.preprocess import worker_processes
 from trinity.preprocess.media_limits import MediaLimits
@@ -42,10 +38,7 @@ def expected() -> None:
     all_tokens()
 
 
-@pytest.fixture(scope="module", autouse=True)
-def warm(warm_workers: WarmWorkers) -> Iterator[None]:
-    with warm_workers.instead():
-        yield
+pytestmark = pytest.mark.usefixtures("forked_workers")
 
 
 def picture(seed: int) -> np.ndarray:
@@ -61,19 +54,20 @@ def endless(directory: Path) -> Path:
 
 @asynccontextmanager
 async def taking(processor: KillableProcessor) -> AsyncIterator[asyncio.Task[Any]]:
-    """Within, a request is at work in a process that has taken it: it never ends."""
-    taken, real = threading.Event(), Connection.recv_bytes
+    """Within, a request is at work in a process: it never ends."""
+    waiting = asyncio.ensure_future(processor.aprocess(Request(messages=HELLO, request_id="never ends")))
+    await asyncio.to_thread(wait_for_work, processor, 0)
+    yield waiting
 
-    def noted(self: Connection, *given: Any) -> bytes:
-        got = real(self, *given)
-        if got == b"never ends":
-            taken.set()
-        return got
 
-    with mock.patch.object(Connection, "recv_bytes", noted):
-        waiting = asyncio.ensure_future(processor.aprocess(Request(messages=HELLO, request_id="never ends")))
-        assert await asyncio.to_thread(taken.wait, LIVENESS_S)
-        yield waiting
+def wait_for_work(processor: KillableProcessor, former: int) -> int:
+    """Wait until the process for texts has a request and is another one than ``former``; return its number."""
+    (each,) = processor._workers[processor._text_lane]
+    until = time.monotonic() + LIVENESS_S
+    while each._at is None or each.process in (0, former):
+        assert time.monotonic() < until, "no process has a request"
+        time.sleep(0.005)
+    return each.process
 
 
 @asynccontextmanager
@@ -87,7 +81,8 @@ async def killable(model: Path, processes: int = 1, **limits: Any) -> AsyncItera
 
 
 def pids(processor: KillableProcessor) -> list[int]:
-    return [each._process.pid for each in processor._workers if each._process is not None]
+    """Numbers of the processes that run: those of texts, then those of media."""
+    return [each.process for lane in processor._workers.values() for each in lane if each.process]
 
 
 @pytest.mark.parametrize("name", ["llava", pytest.param("qwen2_5_vl", marks=pytest.mark.slow)])
@@ -107,7 +102,7 @@ async def test_equal_to_what_threads_make(name: str) -> None:
             for mine, theirs in zip(one.inputs, other.inputs, strict=True):
                 assert mine.keys() == theirs.keys()
                 assert all(torch.equal(torch.as_tensor(mine[key]), torch.as_tensor(theirs[key])) for key in mine)
-        assert len(set(pids(processes))) == 2
+        assert len(set(pids(processes))) == 4
     await threads.aclose()
 
 
@@ -115,7 +110,8 @@ class Local:
     """An object that the process cannot make: it does not know this module."""
 
 
-async def test_errors_keep_their_type_their_text_and_their_request() -> None:
+async def test_errors_keep_their_type_their_text_and_their_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker_processes, "forks_itself", False)  # a fork of this process would know the classes here
     limits: dict[str, Any] = {"max_images": 2, "max_prompt_tokens": 50}
     bad: list[tuple[Request, type[RequestError]]] = [
         (Request("<image>", images=[b"no image"]), BadMedia),
@@ -129,7 +125,7 @@ async def test_errors_keep_their_type_their_text_and_their_request() -> None:
     ]
     threads = await asyncio.to_thread(RequestProcessor, checkpoint("llava"), limits=MediaLimits(**limits))
     async with killable(checkpoint("llava"), **limits) as processes:
-        (pid,) = pids(processes)
+        before = pids(processes)
         for request, kind in bad:
             with pytest.raises(kind) as caught:
                 await processes.aprocess(request)
@@ -140,34 +136,45 @@ async def test_errors_keep_their_type_their_text_and_their_request() -> None:
                     await threads.aprocess(request)
                 assert str(caught.value) == str(other.value)
         assert (await processes.aprocess(Request("good"))).work.prompt
-        assert pids(processes) == [pid], "none of them cost a process"
+        assert pids(processes) == before, "none of them cost a process"
     await threads.aclose()
 
 
 async def test_what_never_ends_is_killed_and_the_next_request_is_served(tmp_path: Path) -> None:
     async with killable(endless(tmp_path / "m"), preprocess_timeout_s=1.0) as processes:
-        (first,) = pids(processes)
+        first, media = pids(processes)
         with pytest.raises(RequestError, match=r"longer than preprocess_timeout_s \(1 s\)") as caught:
             await processes.aprocess(Request(messages=HELLO, request_id="mine"))
         assert caught.value.request_id == "mine"
     async with killable(endless(tmp_path / "n")) as processes:
-        (first,) = pids(processes)
+        first, media = pids(processes)
         async with taking(processes) as waiting:
             os.kill(first, signal.SIGKILL)
+            again = await asyncio.to_thread(wait_for_work, processes, first)  # nobody knows if the request did it
+            os.kill(again, signal.SIGKILL)
             with pytest.raises(RequestError, match="ended at it"):
                 await waiting
         assert (await processes.aprocess(Request("good"))).work.prompt
-        (second,) = pids(processes)
+        second, _ = pids(processes)
         assert second != first
+        assert pids(processes)[1] == media
+        origin = processes.origin.process
         async with taking(processes) as waiting:
             await processes.aclose()
             with pytest.raises(ClosedError):
                 await waiting
         with pytest.raises(ClosedError):
             await processes.aprocess(Request("good"))
-    for pid in (first, second):
+    for pid in (first, second, media, origin):
         with pytest.raises(ProcessLookupError):
             os.kill(pid, 0)
+
+
+def gone(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
 
 
 PARENT = """
@@ -175,7 +182,7 @@ import os, sys
 from trinity.preprocess.media_limits import MediaLimits
 from trinity.preprocess.worker_processes import KillableProcessor
 made = KillableProcessor(sys.argv[1], limits=MediaLimits(processes=1))
-print(made._workers[0]._process.pid, flush=True)
+print(made.origin.process, *(each.process for lane in made._workers.values() for each in lane), flush=True)
 os.kill(os.getpid(), 9)
 """
 
@@ -185,28 +192,24 @@ def test_it_ends_with_its_parent() -> None:
     command = [sys.executable, "-c", PARENT, str(checkpoint("llava"))]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=LIVENESS_S, check=False)
     assert done.returncode == -signal.SIGKILL
+    origin, text, media = map(int, done.stdout.split())
     until = time.monotonic() + LIVENESS_S
-    while time.monotonic() < until:
-        try:
-            os.kill(int(done.stdout), 0)
-        except ProcessLookupError:
-            return
-        if Path(f"/proc/{int(done.stdout)}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
-            return  # ended, and nobody asks how
+    while not all(map(gone, (origin, text, media))):
+        assert time.monotonic() < until, "it outlived its parent"
         time.sleep(0.05)
-    raise AssertionError("it outlived its parent")
 
 
 async def test_a_pipeline_serves_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker_processes, "subprocess", subprocess)  # started as in a user's program
+    monkeypatch.setattr(worker_processes, "forks_itself", False)  # as in a user's program
     limits = MediaLimits(processes=1)
     async with trinity.Pipeline(checkpoint("llava"), "E+PD", dtype="float32", limits=limits) as pipe:
         assert isinstance(pipe.processor, KillableProcessor)
         outputs = await asyncio.gather(*(pipe.complete(case.request()) for case in (TEXT, ONE, TWO)))
-        (pid,) = pids(pipe.processor)
+        started = [*pids(pipe.processor), pipe.processor.origin.process]
     assert [list(each.token_ids) for each in outputs] == [case.tokens for case in (TEXT, ONE, TWO)]
-    with pytest.raises(ProcessLookupError):
-        os.kill(pid, 0)
+    for pid in started:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
 
 
 @pytest.mark.parametrize("processes", [-1, 65, 1.5, "2"])

@@ -6,6 +6,7 @@ import importlib
 import os
 import re
 import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from importlib.metadata import EntryPoint
@@ -17,6 +18,7 @@ import pytest
 
 import trinity
 from support.paths import BINARY, ROOT
+from tools import dependency_ends
 from trinity.errors import DISTRIBUTION, pip_install
 from trinity.pipeline import Pipeline
 from trinity.preprocess.media_limits import MediaLimits
@@ -121,7 +123,10 @@ def test_the_security_page_says_what_is_so_by_default() -> None:
     assert channel.TIMEOUT_S == 10
     assert "It has ten seconds (`TIMEOUT_S`)" in SECURITY
     assert f"{settings['max_waiting']:,} (`Pipeline(max_waiting=)`)" in SECURITY
-    assert f"{settings['max_waiting_bytes'] >> 30} GiB of what their images became (`max_waiting_bytes=`)" in SECURITY
+    assert (
+        f"{settings['max_waiting_bytes'] >> 30} GiB of media that are prepared or wait (`max_waiting_bytes=`)"
+        in SECURITY
+    )
 
 
 def test_no_code_of_a_checkpoint_is_asked_for() -> None:
@@ -164,3 +169,56 @@ def test_the_tag_is_held_against_the_version_where_it_stands() -> None:
     for tag, code in ((f"v{trinity.__version__}", 0), ("v9.9", 1)):
         run = subprocess.run(["bash", "-c", check], cwd=ROOT, env={**os.environ, "GITHUB_REF_NAME": tag}, timeout=60)
         assert run.returncode == code
+
+
+# ---------------------------------------------------------------- every workflow
+
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
+def test_actions_are_named_by_commit_with_their_version(path: Path) -> None:
+    """A tag can be moved to other code, a commit cannot."""
+    used = re.findall(r"^.*\buses:.*$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    assert used
+    assert [line for line in used if not re.search(r"uses: [\w./-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+\b", line)] == []
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.name)
+def test_a_workflow_may_only_read_and_what_it_runs_is_there(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert importlib.import_module("yaml").safe_load(text)["permissions"] == {"contents": "read"}
+    for name in re.findall(r"(?<![\w./-])((?:tools|tests)(?:/[\w.]+)+)", text):
+        assert (ROOT / name).exists(), f"{path.name} runs {name}, which is not there"
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for target in re.findall(r"run: make ([\w-]+)", text):
+        assert f"\n{target}: " in makefile, f"{path.name} makes {target}, which no Makefile knows"
+
+
+def test_every_push_and_pull_request_is_checked_and_tested_at_both_ends() -> None:
+    text = (ROOT / ".github" / "workflows" / "test.yml").read_text(encoding="utf-8")
+    flow = importlib.import_module("yaml").load(text, importlib.import_module("yaml").BaseLoader)
+    assert set(flow["on"]) == {"push", "pull_request"}
+    ran = {step["run"] for job in flow["jobs"].values() for step in job["steps"] if "run" in step}
+    assert {"make check", "make test"} <= ran
+    assert [each["end"] for each in flow["jobs"]["ends"]["strategy"]["matrix"]["include"]] == ["lowest", "newest"]
+    extras = f".[{','.join(dependency_ends.EXTRAS)}]"
+    assert any(extras in each for each in ran)
+    assert extras in (ROOT / "Makefile").read_text(encoding="utf-8"), "as make setup installs"
+
+
+def test_the_lowest_versions_are_the_lower_ends_of_all_ranges() -> None:
+    asked = ["one>=1.2,<3", "two[x]>=0.5; sys_platform == 'linux'", "three-four <2, >=1.0.1"]
+    assert list(dependency_ends.list_lowest(asked)) == ["one==1.2", "two==0.5", "three-four==1.0.1"]
+    with pytest.raises(SystemExit, match=r"'five' in pyproject.toml has no lower end"):
+        list(dependency_ends.list_lowest(["five"]))
+    found = subprocess.run(
+        [sys.executable, str(ROOT / "tools" / "dependency_ends.py"), "lowest"],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.split()
+    assert len(found) == len(dependency_ends.read_requirements())
+    assert {
+        f"transformers=={each}" for each in re.findall(r"transformers>=([\d.]+)", str(PROJECT["dependencies"]))
+    } <= set(found)

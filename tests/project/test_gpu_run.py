@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -207,6 +209,45 @@ def test_its_script_runs_the_tests_with_what_it_carries(wheels: list[str], tmp_p
     assert script("nonsense").returncode == 2
     gpu_bundle.write_script(folder, "3.4")
     assert "packed for Python 3.4: 3." in script("tests").stderr
+
+
+def test_its_script_makes_a_cache_of_carried_kernels(wheels: list[str], tmp_path: Path) -> None:
+    """Triton finds a kernel's parts by absolute paths, so they are written where it runs, each time."""
+    (tmp_path / "tools").mkdir()
+    shutil.copy(ROOT / "tools" / "gpu_bundle.py", tmp_path / "tools")
+    (tmp_path / "tools" / "gpu_tests.py").write_text("import os; print(os.environ['TRITON_CACHE_DIR'])")
+    carried = tmp_path / "build" / "gpu-bundle" / "triton" / "KEY"
+    gpu_bundle.pack(["one"], f"{sys.version_info.major}.{sys.version_info.minor}", carried.parent.parent)
+    carried.mkdir(parents=True)
+    for name in ("attend.json", "attend.cubin", "__grp__attend.json"):
+        (carried / name).write_text("of the machine that compiled it")
+    command = ["sh", str(carried.parent.parent / "run.sh"), "tests"]
+    for _ in range(2):
+        done = subprocess.run(command, env={**os.environ, "PYTHON": sys.executable}, capture_output=True, text=True)
+        assert (done.returncode, done.stdout.strip()) == (0, str(carried.parent)), done.stderr
+        group = json.loads((carried / "__grp__attend.json").read_text())
+        assert group == {"child_paths": {name: str(carried / name) for name in ("attend.json", "attend.cubin")}}
+    assert len(list(carried.iterdir())) == 3
+
+
+def test_kernels_are_compiled_by_a_python_with_the_machines_versions(
+    wheels: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They count as part of the bundle; no setting of Triton's here gets into what it looks kernels up by."""
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\nmkdir -p "$2"; env > "$2/env"; head -c 9000 /dev/zero > "$2/k.cubin"\n')
+    python.chmod(0o755)
+    monkeypatch.setenv("TRITON_DEFAULT_FP_FUSION", "1")
+    size = gpu_bundle.pack(["one"], "3.12", tmp_path / "bundle", compiler=python)
+    assert 10_000 < size < 30_000
+    told = dict(line.partition("=")[::2] for line in (tmp_path / "bundle" / "triton" / "env").read_text().splitlines())
+    assert [name for name in told if name.startswith("TRITON_")] == ["TRITON_CACHE_DIR"]
+    assert told["PYTHONPATH"].split(os.pathsep)[0] == str(tmp_path / "bundle" / "site")
+    with pytest.raises(SystemExit, match="at most 0"):
+        gpu_bundle.pack(["one"], "3.12", tmp_path / "bundle", most=9000, compiler=python)
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(SystemExit, match=r"no python3.12 is here to compile kernels with: give --compiler"):
+        gpu_bundle.make_compiler("3.12", tmp_path / "none")
 
 
 def test_the_bundle_has_what_the_tests_need_and_no_compiled_torch() -> None:

@@ -86,7 +86,7 @@ def test_a_kill_watched_live(tmp_path: Path) -> None:
     page = html.unescape(shown(cells[7], "text/html"))
     assert re.search(r'"name":"D0","roles":"P"', page), "the page draws it as a P"
     assert re.search(r'"planned":true', page), "a change that was asked for is no loss"
-    assert "{True} lives: Counter({1: 400})" in said[8], "all right, and nobody had to begin again"
+    assert "{True} lives: Counter({1: 800})" in said[8], "all right, and nobody had to begin again"
     assert re.search(r"prefilled by Counter\(.*'D0': \d", said[8])
     assert re.search(r"Switch\(name='D0', former='D', roles='P', .*emptied=True", said[8])
     assert "slices of 4 instances" in said[9]

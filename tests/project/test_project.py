@@ -12,7 +12,7 @@ import pytest
 from PIL import Image
 
 from support.paths import BINARY, ROOT
-from tools import check_docs, check_imports, check_sizes
+from tools import check_docs, check_imports
 from trinity.memory import native
 
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
@@ -112,7 +112,7 @@ def test_the_extras_asked_for_are_there() -> None:
         "video",
     }
     assert set(PROJECT["project"]["optional-dependencies"]) == extras
-    assert set(PROJECT["dependency-groups"]) == {"dev"}
+    assert set(PROJECT["dependency-groups"]) == {"dev", "ends"}
 
 
 IMPORTED = {  # names of modules that are not their distribution's, or of what imports it for us
@@ -169,13 +169,6 @@ def test_documents_link_to_what_is_there_and_name_what_is_there() -> None:
 @pytest.mark.slow  # make check runs it too
 def test_imports_keep_to_their_layers() -> None:
     assert check_imports.main(ROOT / "src") == 0
-
-
-@pytest.mark.slow  # make check runs it too
-def test_no_file_and_no_function_is_too_long() -> None:
-    assert (
-        check_sizes.too_long([path for folder in check_sizes.FOLDERS for path in (ROOT / folder).rglob("*.py")]) == []
-    )
 
 
 def test_photographs_are_small_real_and_licensed() -> None:

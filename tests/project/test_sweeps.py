@@ -7,7 +7,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from support.paths import ROOT
 from sweeps import exactness, load
@@ -55,7 +57,10 @@ def test_a_tie_is_no_excuse_but_at_the_token_itself(
 def test_chats_have_images_and_turns(tmp_path: Path) -> None:
     chats = [exactness.draw_chat(random.Random(seed), True, tmp_path) for seed in range(200)]
     pictures = [part["image"] for chat in chats for m in chat.messages for part in m["content"] if "image" in part]
-    assert {getattr(each, "mode", "a file") for each in pictures} == {*exactness.MODES, "a file"}
+    sources = [each.source for each in pictures]
+    for kind in (str, bytes, np.ndarray, Image.Image):
+        assert any(isinstance(each, kind) for each in sources), f"no picture is given as {kind.__name__}"
+    assert {each.shown.mode for each in pictures} == {"RGB"}
     images = [sum(part["type"] == "image" for m in chat.messages for part in m["content"]) for chat in chats]
     assert {0, 1, 2, 3} <= set(images)
     assert {1, 3, 5} == {len(chat.messages) for chat in chats}

@@ -50,8 +50,8 @@ async def test_started_and_attached_ones_serve_together(launcher: Launcher, tmp_
             ("E0", "P0", "shm"),
             ("P0", "D0", "shm"),
         }
-        assert not prefill.exit_code.done()
-        assert not decode.exit_code.done()
+        assert not prefill.life.has_ended()
+        assert not decode.life.has_ended()
 
 
 async def test_one_pipeline_after_another(launcher: Launcher) -> None:
@@ -93,7 +93,7 @@ async def test_one_that_dies_is_found_again_when_it_is_back(launcher: Launcher) 
                 await asyncio.wait_for(reading, LIVENESS_S)
         model = str(checkpoint("llava"))
         back = await launcher.launch(decode.address, SECRET.encode(), model, once=False)
-        again = ByHand(decode.address, *back)  # the pipeline may connect before anybody else has seen it listen
+        again = ByHand(decode.address, back)  # the pipeline may connect before anybody else has seen it listen
         try:
             assert (await recovered(pipe, request())).token_ids == wanted()
             assert pipe.processes["D0"].setup.epoch, "another life: the second, or a later one, as it took to be back"

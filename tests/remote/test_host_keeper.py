@@ -22,7 +22,6 @@ from trinity.errors import ConfigError
 from trinity.pipeline import Pipeline
 from trinity.remote import host_keeper
 from trinity.remote.host_keeper import HostKeeper, check_host
-from trinity.remote.host_launchers import HostLaunchers
 from trinity.remote.hosts import HostedInstance, HostEntry, HostTable, write_hosts
 from trinity.remote.process_identity import has_ended, read_start
 from trinity.remote.server import main
@@ -168,29 +167,8 @@ def test_nobody_has_to_read_what_it_prints(both: list[HostCommand]) -> None:
     assert both[0].run.poll() is None
 
 
-def test_launchers_without_a_life_are_closed_once() -> None:
-    """Two lives that end at the same time both look for what is not needed any more."""
-
-    class Slow:
-        closed = 0
-
-        def close(self) -> None:
-            Slow.closed += 1
-            time.sleep(0.05)
-
-    async def close_both() -> None:
-        forks = HostLaunchers()
-        forks.launchers = [Slow(), Slow(), Slow()]  # type: ignore[list-item]
-        await asyncio.gather(*(forks._close_unused() for _ in range(4)))
-        assert (Slow.closed, len(forks.launchers)) == (2, 1)
-        await forks.close()
-
-    asyncio.run(close_both())
-
-
-async def test_a_frozen_launcher_does_not_hide_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_frozen_launcher_does_not_hide_an_end() -> None:
     """By the system's word the instance has ended, and another launcher begins the next."""
-    monkeypatch.setattr(host_keeper, "END_LOOK_S", 0.05)
     heard: asyncio.Queue[str] = asyncio.Queue()
     entry = HostEntry(name="here", address="127.0.0.1", instances=(HostedInstance(roles="PD", port=free_port()),))
     placement = HostTable((entry,)).placement
@@ -200,16 +178,16 @@ async def test_a_frozen_launcher_does_not_hide_an_end(monkeypatch: pytest.Monkey
         async with asyncio.timeout(2 * LIVENESS_S):
             await heard.get()
             [life] = keeper._forks._lives
-            frozen = life.launcher._process.pid
-            os.kill(frozen, signal.SIGSTOP)
-            life.process.kill()
+            assert keeper._forks.opening is not None
+            frozen = keeper._forks.opening.result()[0]
+            os.kill(frozen._process.pid, signal.SIGSTOP)
+            life.kill()
             assert await heard.get() == "PD0"
-            assert len(keeper._forks.launchers) == 1, "the frozen one had no life left"
-            assert keeper._forks.launchers[0] is not life.launcher
+            assert keeper._forks.opening.result()[0] is not frozen
     finally:
         running.cancel()
         await asyncio.wait([running])
-    assert life.launcher.ended.done()
+    assert await asyncio.to_thread(frozen._process.wait, LIVENESS_S) == -signal.SIGKILL
 
 
 def test_the_interface_of_its_address_is_for_ucx(table: HostTable, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,7 +25,7 @@ from trinity.remote.fork_client import Launcher
 from trinity.remote.instance_client import InstanceClient
 from trinity.remote.instance_setup import hold_instance_weights
 from trinity.remote.supervisor import make_setups
-from trinity.remote.supply import InstancePlace, InstanceProcess
+from trinity.remote.supply import InstancePlace
 from trinity.remote.wire import (
     Hello,
     InstanceFailure,
@@ -53,7 +53,7 @@ def setup_of(roles: str, model: Path | EmulatedModel | None = None, way: str = "
 async def waiting(launcher: Launcher, tmp_path: Path, setup: Setup) -> AsyncIterator[tuple[Channel, int]]:
     """Fork one, and send it its Setup; yield its channel and process."""
     address = Address("unix", path=str(tmp_path / "one.sock"))
-    process, gone = await launcher.launch(address, SECRET.encode(), setup.model)
+    process = await launcher.launch(address, SECRET.encode(), setup.model)
     channel = None
     async with asyncio.timeout(LIVENESS_S):
         while channel is None:
@@ -62,12 +62,10 @@ async def waiting(launcher: Launcher, tmp_path: Path, setup: Setup) -> AsyncIter
             await asyncio.sleep(0.01)
     channel.send(encode(setup))
     try:
-        yield channel, process
+        yield channel, process.number
     finally:
         await channel.aclose()
-        with suppress(ProcessLookupError):
-            os.kill(process, 9)
-        await asyncio.wait_for(asyncio.shield(gone), LIVENESS_S)
+        await asyncio.wait_for(process.end(), LIVENESS_S)
 
 
 async def hear(channel: Channel) -> tuple[Any, int]:
@@ -123,13 +121,13 @@ async def test_a_word_that_comes_before_it_listens_is_sent_once_it_does(launcher
     address = Address("unix", path=str(tmp_path / "one.sock"))
     client = InstanceClient(setup_of("D", MODEL), Nobody(), Timeline(), lambda event: None)
     client.proceed()
-    number, gone = await launcher.launch(address, SECRET.encode(), "")
-    place = InstancePlace(address, InstanceProcess(number, None, gone))
+    process = await launcher.launch(address, SECRET.encode(), "")
+    place = InstancePlace(address, process)
     info = await asyncio.wait_for(client.attach(place, SECRET.encode()), LIVENESS_S)
     assert info.up.roles == "D"
     client.stop(at_once=True)
     await client.join()
-    await asyncio.wait_for(asyncio.shield(gone), LIVENESS_S)
+    await asyncio.wait_for(process.wait(), LIVENESS_S)
 
 
 class Nobody:

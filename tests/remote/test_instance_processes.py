@@ -8,6 +8,7 @@ import signal
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from functools import cache
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -67,6 +68,12 @@ async def pipeline(placement: str, **named: Any) -> AsyncIterator[Pipeline]:
     settings: dict[str, Any] = {"dtype": "float32", "hosting": "process", "pools": POOLS, **named}
     async with Pipeline(checkpoint("llava"), placement, **pipeline_options(settings)) as pipe:
         yield pipe
+
+
+async def test_processes_have_the_names_of_their_instances() -> None:
+    async with pipeline("ED+P") as pipe:
+        shown = {name: Path(f"/proc/{each.process}/comm").read_text().strip() for name, each in pipe.processes.items()}
+    assert shown == {"ED0": "trinity:ED0", "P0": "trinity:P0"}
 
 
 PLACEMENTS = ("EPD", "EP+D", "ED+P", "E+P+D", "PD+E", "2E2P2D")

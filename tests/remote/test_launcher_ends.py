@@ -15,7 +15,7 @@ from support.bare_launchers import BARE, LIVENESS_S, Births, gone, has_gone, lea
 from support.bare_launchers import bare as bare
 from support.bare_launchers import started as started
 from support.paths import PYTHON_PATH
-from trinity.remote import fork_client, fork_server, warm_launchers
+from trinity.remote import warm_launchers
 from trinity.remote.fork_client import Launcher
 from trinity.remote.process_identity import read_start
 from trinity.remote.warm_launchers import take_launcher
@@ -46,20 +46,11 @@ async def test_one_that_was_killed_is_not_held(started: Births, bare: None) -> N
 
 async def test_one_that_imports_still_ends_at_once(started: Births, monkeypatch: pytest.MonkeyPatch) -> None:
     """It does not hear that its stdin has ended: a program that failed early took five seconds to end."""
-    monkeypatch.setattr(fork_client, "LAUNCHER_STOP_S", 1000.0)
     monkeypatch.setattr(Launcher, "program", ("-c", "import time; time.sleep(1000)"))
     launcher, _ = await take_launcher(torch=False)
     async with asyncio.timeout(LIVENESS_S):
         await asyncio.to_thread(launcher.close)
     assert await has_gone(launcher, started)
-
-
-def test_a_parent_in_another_pid_namespace_is_not_missed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The system says 0 of it. Its end closes the launcher's stdin."""
-    assert fork_server.has_parent(os.getppid())
-    assert not fork_server.has_parent(os.getpid())
-    monkeypatch.setattr(os, "getppid", lambda: 0)
-    assert fork_server.has_parent(os.getpid())
 
 
 # ---------------------------------------------------------------- the end of the program
@@ -70,7 +61,7 @@ from trinity.remote import fork_client, warm_launchers
 
 async def main():
     launcher, _ = await warm_launchers.take_launcher(torch=False)
-    await asyncio.wrap_future(launcher._ready)
+    await asyncio.wrap_future(launcher.ready)
     warm_launchers.leave_launcher(launcher)
 
 fork_client.Launcher.program = ("-c", sys.argv[1])
@@ -80,7 +71,7 @@ print(idle._process.pid, flush=True)
 """
 COPY = """
 kept = fork_client.kept_launcher(torch=False).__enter__()
-kept._ready.result()
+kept.ready.result()
 if not os.fork():
     print(warm_launchers._idle, fork_client.find_kept(torch=False), flush=True)
     time.sleep(1000)
@@ -91,7 +82,7 @@ ENDS = {
     "at once": "os._exit(0)",
     "by an error": "raise RuntimeError",
     "at once, with a copy that lives on": COPY + "os._exit(0)",
-    "as it should, with a copy that lives on": COPY + "fork_client.LAUNCHER_STOP_S = 1000.0",
+    "as it should, with a copy that lives on": COPY,
 }
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import AsyncIterator
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
@@ -16,6 +15,7 @@ from trinity.errors import ConfigError
 from trinity.remote import fork_client
 from trinity.remote.channel import Address
 from trinity.remote.fork_client import SILENT_S, Launcher, LauncherSilent, find_kept
+from trinity.remote.supply import InstanceProcess
 
 NOWHERE = Address("unix", path="nowhere")
 START = """
@@ -25,18 +25,13 @@ def order(): return json.loads(sys.stdin.readline())["id"]
 say(ready=1)
 """
 BUSY = """
-one = order(); say(taken=one); time.sleep({at_work}); say(id=one, process=5_000_000)
-time.sleep({slow}); two = order(); say(taken=two); say(id=two, process=5_000_001); sys.stdin.readline()
+one = order(); say(taken=one); time.sleep({at_work}); say(id=one, process=5_000_000, born=1)
+time.sleep({slow}); two = order(); say(taken=two); say(id=two, process=5_000_001, born=1); sys.stdin.readline()
 """
 FROZEN_AT_WORK = "say(taken=order()); time.sleep(1000)"
 CHATTY = """
 print("a module says hello", flush=True); print("[1, 2]", flush=True)
-one = order(); say(taken=one); say(id=one, process=5_000_000); sys.stdin.readline()
-"""
-
-ENDS_ONE = """
-one = order(); say(taken=one); say(id=one, process=5_000_000)
-two = order(); say(exited=5_000_000, status=0); say(taken=two); say(id=two, process=5_000_001); sys.stdin.readline()
+one = order(); say(taken=one); say(id=one, process=5_000_000, born=1); sys.stdin.readline()
 """
 
 
@@ -49,7 +44,7 @@ async def launcher_of(*program: str) -> AsyncIterator[Launcher]:
         await asyncio.to_thread(made.close)
 
 
-def launch(launcher: Launcher, address: Address = NOWHERE) -> asyncio.Task[tuple[int, asyncio.Future[int]]]:
+def launch(launcher: Launcher, address: Address = NOWHERE) -> asyncio.Task[InstanceProcess]:
     return asyncio.ensure_future(launcher.launch(address, b"", ""))
 
 
@@ -58,7 +53,7 @@ async def test_a_launcher_that_has_just_been_at_work_is_not_frozen() -> None:
     work = BUSY.format(at_work=1.95 * SILENT_S, slow=0.15 * SILENT_S)
     async with launcher_of("-c", START + work) as launcher, asyncio.timeout(LIVENESS_S):
         started = await asyncio.gather(launch(launcher), launch(launcher))
-        assert [process for process, _ in started] == [5_000_000, 5_000_001]
+        assert [each.number for each in started] == [5_000_000, 5_000_001]
         assert not launcher.silent
 
 
@@ -89,7 +84,7 @@ async def test_one_whose_only_order_was_given_up_holds_nobody_for_ever(monkeypat
 
 async def test_a_line_that_is_no_answer_is_passed_over() -> None:
     async with launcher_of("-c", START + CHATTY) as launcher, asyncio.timeout(LIVENESS_S):
-        assert (await launch(launcher))[0] == 5_000_000
+        assert (await launch(launcher)).number == 5_000_000
 
 
 # ---------------------------------------------------------------- the real one
@@ -110,10 +105,10 @@ PRINTS = """
 import os
 from trinity.remote import fork_server
 real = fork_server.fork_instance
-def fork_instance(order):
+def fork_instance(*given):
     print("a plugin says hello", flush=True)
     os.write(1, b"and so does its C library\\n")
-    return real(order)
+    return real(*given)
 fork_server.fork_instance = fork_instance
 fork_server.main()
 """
@@ -129,18 +124,20 @@ fork_server.main()
 async def test_a_fork_that_fails_costs_its_own_launch_alone(tmp_path: Path) -> None:
     """At 19bbccc the launcher ended, and every healthy instance with it."""
     async with launcher_of("-c", FAILS_ONCE, "--paced") as launcher, asyncio.timeout(LIVENESS_S):
-        first, _ = await launch(launcher, Address("unix", path=str(tmp_path / "a")))
+        first = await launch(launcher, Address("unix", path=str(tmp_path / "a")))
         with pytest.raises(ConfigError, match="Resource temporarily unavailable"):
             await launch(launcher, Address("unix", path=str(tmp_path / "b")))
-        third, _ = await launch(launcher, Address("unix", path=str(tmp_path / "c")))
-        os.kill(first, 0)
-        os.kill(third, 0)
+        third = await launch(launcher, Address("unix", path=str(tmp_path / "c")))
+        assert not first.has_ended()
+        assert not third.has_ended()
         assert not launcher.ended.done()
+        await first.end()
+        await third.end()
 
 
 async def test_what_a_launcher_prints_is_no_answer(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     async with launcher_of("-c", PRINTS, "--paced") as launcher, asyncio.timeout(LIVENESS_S):
-        await launch(launcher, Address("unix", path=str(tmp_path / "a")))
+        await (await launch(launcher, Address("unix", path=str(tmp_path / "a")))).end()
     said = capfd.readouterr().err
     assert "a plugin says hello" in said
     assert "and so does its C library" in said
@@ -150,8 +147,7 @@ async def test_an_instance_that_fails_before_it_serves_says_why(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     async with launcher_of("-c", FAILS_TO_SERVE, "--paced") as launcher, asyncio.timeout(LIVENESS_S):
-        _, exit_code = await launch(launcher, Address("unix", path=str(tmp_path / "a")))
-        assert await exit_code == 1
+        await (await launch(launcher, Address("unix", path=str(tmp_path / "a")))).wait()
     assert "RuntimeError: no loop here" in capfd.readouterr().err
 
 
@@ -181,12 +177,3 @@ async def test_a_cancel_that_comes_with_the_answer_ends_the_launch(turns: int) -
         await asyncio.gather(waiting, return_exceptions=True)
     assert waiting.cancelled()
     assert not went_on
-
-
-async def test_given_up_answers_are_nobody_elses_loss() -> None:
-    """At 92ed025 an exit code that nobody awaited any more ended the thread that hears all answers."""
-    async with launcher_of("-c", START + ENDS_ONE) as launcher, asyncio.timeout(LIVENESS_S):
-        _, exit_code = await launch(launcher)
-        exit_code.cancel()
-        await asyncio.sleep(0)
-        assert (await launch(launcher))[0] == 5_000_001

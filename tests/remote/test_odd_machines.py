@@ -1,5 +1,5 @@
 """A machine that misbehaves under a pipeline of processes: a parent that stands still, a clock that jumps, no shared
-memory, a limit of memory, no more processes. Requests end right or typed, and nothing is left."""
+memory, a full disk, a limit of memory, no more processes. Requests end right or typed, and nothing is left."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ import pytest
 
 from support.emulated_pipelines import LIVENESS_S, MODEL, POOLS, asked, check, serve
 from support.freezing import freeze
+from support.memory_groups import limit, memory_group
 from support.paths import ROOT
 from trinity.core.failure_policy import NO_RECOVERY
 from trinity.errors import RequestError, TrinityError
@@ -117,26 +118,48 @@ def test_a_full_dev_shm(connector: str) -> None:
     assert out.strip().splitlines()[-1] == "exact" or out.strip().splitlines()[-1].startswith("typed")
 
 
-@pytest.fixture
-def memory_group() -> Iterator[Path]:
-    """A control group of its own for memory, of either version, which ends with the test."""
-    for base in (Path("/sys/fs/cgroup/memory"), Path("/sys/fs/cgroup")):
-        group = base / f"trinity-test-{os.getpid()}"
-        try:
-            group.mkdir()
-        except OSError:
-            continue
-        if (group / "memory.limit_in_bytes").exists() or (group / "memory.max").exists():
-            yield group
-            group.rmdir()
-            return
-        group.rmdir()
-    pytest.skip("no control group of memory may be made here")
+FULL_DISK = """
+import asyncio, itertools, os, signal, sys, tempfile
+from contextlib import suppress
+from pathlib import Path
+from support.emulated_pipelines import MODEL, POOLS, asked, check, serve
+from trinity.memory.cache_config import CacheConfig
+from trinity.pipeline import Pipeline
+
+async def main():
+    folder = Path(tempfile.gettempdir())
+    async with Pipeline(MODEL, "1E1P1D", hosting="process", cache=CacheConfig(pools=POOLS)) as pipe:
+        check(await serve(pipe, requests := asked()), requests)
+        with suppress(OSError):
+            (folder / "bytes").write_bytes(bytes(2 << 20))
+        with suppress(OSError):
+            for number in itertools.count():
+                (folder / f"inode-{number}").touch()
+        for name in ("E0", "P0", "D0", "D0"):
+            os.kill(pipe.processes[name].process, signal.SIGKILL)
+            check(await serve(pipe, requests := asked()), requests)
+    print("exact", flush=True)
+
+asyncio.run(main())
+"""
 
 
-def limit(group: Path, size: int) -> None:
-    old = group / "memory.limit_in_bytes"
-    (old if old.exists() else group / "memory.max").write_text(str(size))
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may mount")
+def test_an_instance_comes_back_on_a_disk_without_a_free_inode(tmp_path: Path) -> None:
+    """The socket file of its former life makes room for that of the next one."""
+    around = ("unshare", "-m", "sh", "-c", 'mount -t tmpfs -o size=1m,nr_inodes=64 none "$0" && exec "$@"', tmp_path)
+    environment = {**os.environ, "PYTHONPATH": PATHS, "TMPDIR": str(tmp_path)}
+    command = [*map(str, around), sys.executable, "-c", FULL_DISK]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, done.stdout) == (0, "exact\n"), done.stderr[-4000:]
+
+
+@pytest.fixture(name="memory_group")
+def own_memory_group() -> Iterator[Path]:
+    with memory_group() as group:
+        if group is None:
+            pytest.skip("no control group of memory may be made here")
+        yield group
 
 
 async def test_an_instance_that_its_control_group_kills(memory_group: Path) -> None:

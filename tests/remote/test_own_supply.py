@@ -37,8 +37,8 @@ class Moving:
         if self.refusing:
             raise PeerLost("no host has room", "control", order.name)
         life, address = (order.name, order.epoch), tcp()
-        process, _ = await self.launcher.launch(address, order.secret, order.model)
-        self.places[life], self.processes[life] = address, process
+        process = await self.launcher.launch(address, order.secret, order.model)
+        self.places[life], self.processes[life] = address, process.number
         return InstancePlace(address)
 
     async def end(self, name: str, epoch: int) -> None:

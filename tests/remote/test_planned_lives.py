@@ -31,7 +31,6 @@ from trinity.remote.supervisor_messages import (
     Replace,
     Retire,
     Separate,
-    StartLauncher,
     Suspect,
     Up,
 )
@@ -50,7 +49,7 @@ def test_it_leaves_and_is_replaced_without_a_pause_or_a_loss() -> None:
                 [Fence("D", 0), Separate("E", 0, "D", 0), Down("D", 0, "for this test", planned=True)],
             ),
             (2.5, Ended("D", 0), []),
-            (2.5, Tick(), [Launch("D", 1, 1)]),
+            (2.5, Tick(), [Launch("D", 1)]),
         ],
     )
     assert core.members["D"].losses == 0
@@ -93,7 +92,7 @@ def test_lost_while_it_leaves_it_comes_back_after_a_loss_and_leaves_no_more() ->
     core.handle(Leave("D", 0), 1.0)
     assert Down("D", 0, "killed", planned=False) in core.handle(Lost("D", 0, "killed"), 2.0)
     core.handle(Ended("D", 0), 2.0)
-    assert core.handle(Tick(), 2.0 + BACKOFF_S) == [Launch("D", 1, 1)]
+    assert core.handle(Tick(), 2.0 + BACKOFF_S) == [Launch("D", 1)]
     assert core.members["D"].losses == 1
     assert not core.members["D"].leaving
 
@@ -120,7 +119,7 @@ def test_its_failures_are_counted_from_its_end() -> None:
 
 def test_one_more_is_started_and_met() -> None:
     core = core_of("ED")
-    table(core, [(1.0, Add("P", False), [Launch("P", 0, 1)])])
+    table(core, [(1.0, Add("P", False), [Launch("P", 0)])])
     assert come_up(core, "P", 0, 2.0)[-1] == Up("P", 0)
     assert core.health("P", 2.0).state == "up"
 
@@ -128,8 +127,8 @@ def test_one_more_is_started_and_met() -> None:
 def test_the_first_that_is_started_here_takes_a_launcher() -> None:
     core = SupervisorCore(["E"], ["E"])
     core.handle(Begin(), 0.0)
-    table(core, [(1.0, Add("P", False), [StartLauncher(1), Launch("P", 0, 1)])])
-    table(core, [(1.0, Add("D", True), [Launch("D", 0, 0)])])
+    table(core, [(1.0, Add("P", False), [Launch("P", 0)])])
+    table(core, [(1.0, Add("D", True), [Launch("D", 0)])])
 
 
 def test_one_is_removed_once_it_has_ended() -> None:
@@ -184,7 +183,7 @@ def test_the_next_of_its_name_has_the_next_epoch() -> None:
     core = core_of("ED")
     core.handle(Remove("D", ""), 1.0)
     core.handle(Ended("D", 0), 1.0)
-    table(core, [(2.0, Add("D", False), [Launch("D", 1, 1)]), (2.1, Loaded("D", 0), [])])
+    table(core, [(2.0, Add("D", False), [Launch("D", 1)]), (2.1, Loaded("D", 0), [])])
 
 
 def test_who_waits_to_meet_one_that_is_removed_comes_up() -> None:

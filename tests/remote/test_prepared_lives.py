@@ -13,17 +13,13 @@ from support.supervised_world import LOAD_S, STUCK_S, World
 from trinity.core.messages import Tick
 from trinity.remote.supervisor_core import BACKOFF_S, LOADING_SILENCE_S, RELINK_S, SUSPECT_S, LifePhase, SupervisorCore
 from trinity.remote.supervisor_messages import (
-    Begin,
     CloseAll,
     Down,
     DropNext,
     Ended,
-    EndLauncher,
     Event,
     Fence,
     Launch,
-    LauncherGone,
-    LauncherStuck,
     Loaded,
     LoadNext,
     Lost,
@@ -36,12 +32,10 @@ from trinity.remote.supervisor_messages import (
     Replace,
     Retire,
     Separate,
-    StartLauncher,
-    Up,
 )
 
 Rows = list[tuple[float, Event | Tick, list[Event]]]
-PREPARED: Rows = [(1.0, LoadNext("D", 0), [Launch("D", 1, 1, waits=True)]), (2.0, NextLoaded("D", 1), [])]
+PREPARED: Rows = [(1.0, LoadNext("D", 0), [Launch("D", 1, waits=True)]), (2.0, NextLoaded("D", 1), [])]
 AGAIN = [Separate("E", 0, "D", 0), Down("D", 0, "", planned=True)]  # of the others, as D is replaced
 
 
@@ -98,7 +92,7 @@ def test_what_follows_without_it_is_launched_and_has_another_epoch() -> None:
     core.handle(Lost("D", 1, "killed"), 2.5)
     core.handle(Replace("D", 0, ""), 3.0)
     core.handle(Ended("D", 0), 3.1)
-    table(core, [(3.1, Tick(), [Launch("D", 2, 1)]), (3.2, Ended("D", 1), []), (3.3, NextLoaded("D", 1), [])])
+    table(core, [(3.1, Tick(), [Launch("D", 2)]), (3.2, Ended("D", 1), []), (3.3, NextLoaded("D", 1), [])])
 
 
 def test_after_the_word_it_is_lost_as_any_other() -> None:
@@ -110,7 +104,7 @@ def test_after_the_word_it_is_lost_as_any_other() -> None:
     assert found[0] == Fence("D", 1)
     assert found[-1] == Down("D", 1, "killed")
     core.handle(Ended("D", 1), 3.1)
-    assert core.handle(Tick(), 3.1 + BACKOFF_S) == [Launch("D", 2, 1)]
+    assert core.handle(Tick(), 3.1 + BACKOFF_S) == [Launch("D", 2)]
 
 
 def test_it_follows_one_that_is_lost_after_the_pause_of_a_loss() -> None:
@@ -127,8 +121,8 @@ def test_what_is_not_wanted_is_ended_and_another_one_prepared_instead() -> None:
         [
             (3.0, DropNext("D", 0), [Fence("D", 1)]),
             (3.0, DropNext("D", 0), []),
-            (3.1, LoadNext("D", 0), [Launch("D", 2, 1, waits=True)]),
-            (3.2, LoadNext("D", 0), [Fence("D", 2), Launch("D", 3, 1, waits=True)]),
+            (3.1, LoadNext("D", 0), [Launch("D", 2, waits=True)]),
+            (3.2, LoadNext("D", 0), [Fence("D", 2), Launch("D", 3, waits=True)]),
             (3.3, Ended("D", 1), []),
             (3.4, NextLoaded("D", 2), []),
         ],
@@ -158,7 +152,7 @@ def test_one_that_waits_and_is_silent_is_not_relied_on() -> None:
     core.handle(Quiet("D", 1, SUSPECT_S + 0.1), 4.0)
     core.handle(Replace("D", 0, ""), 4.1)
     core.handle(Ended("D", 0), 4.2)
-    table(core, [(4.2, Tick(), [Fence("D", 1), Launch("D", 2, 1)])])
+    table(core, [(4.2, Tick(), [Fence("D", 1), Launch("D", 2)])])
 
 
 def test_one_that_speaks_again_or_loads_is_relied_on() -> None:
@@ -181,46 +175,6 @@ def test_one_that_is_silent_for_too_long_is_lost() -> None:
     found = core.handle(Quiet("D", 1, LOADING_SILENCE_S + 0.1), 22.1)
     assert found == [Fence("D", 1), NextLost("D", 1, "it said nothing for 20.1 s")]
     assert core.handle(Quiet("D", 1, 99.0), 30.0) == []
-
-
-# ---------------------------------------------------------------- launchers
-
-
-@pytest.mark.parametrize("event", [LauncherGone(1), LauncherStuck(1)])
-def test_what_a_launcher_has_not_prepared_is_lost_with_it(event: Event) -> None:
-    core = core_of("ED")
-    table(core, PREPARED[:1])
-    word = "has ended" if isinstance(event, LauncherGone) else "does not answer"
-    why = f"the launcher of instance processes {word}"
-    table(core, [(1.5, event, [Fence("D", 1), NextLost("D", 1, why)])])
-    table(core, [(1.6, LoadNext("D", 0), [StartLauncher(2), Launch("D", 2, 2, waits=True)])])
-
-
-def test_what_a_stuck_launcher_has_prepared_goes_on_and_so_does_the_launcher() -> None:
-    core = core_of("D")
-    table(core, [*PREPARED, (3.0, LauncherStuck(1), [])])
-    core.handle(Replace("D", 0, ""), 3.0)
-    table(core, [(3.1, Ended("D", 0), []), (3.1, Tick(), [Proceed("D", 1)])])
-    core.handle(Lost("D", 1, ""), 3.2)
-    assert core.handle(Ended("D", 1), 3.3) == [EndLauncher(1)]
-
-
-def test_a_launcher_is_needed_until_what_it_has_prepared_has_ended() -> None:
-    core = core_of("D")
-    table(core, [*PREPARED, (3.0, LauncherStuck(1), [])])
-    core.handle(Lost("D", 0, ""), 3.0)
-    table(
-        core,
-        [(3.1, DropNext("D", 0), [Fence("D", 1)]), (3.2, Ended("D", 0), []), (3.3, Ended("D", 1), [EndLauncher(1)])],
-    )
-
-
-def test_the_first_that_is_prepared_may_need_a_launcher() -> None:
-    core = SupervisorCore(["D"])
-    core.handle(Begin(), 0.0)
-    assert Up("D", 0) in core.handle(Loaded("D", 0), 0.5)
-    core.handle(LauncherStuck(1), 0.6)
-    table(core, [(1.0, LoadNext("D", 0), [StartLauncher(2), Launch("D", 1, 2, waits=True)])])
 
 
 # ---------------------------------------------------------------- the end
@@ -256,7 +210,7 @@ ACTS: dict[str, Act] = {
     "it dies": lambda world: world.strike(world.life("D")),
     "it freezes": lambda world: world.hold(world.life("D")),
     "other dies": lambda world: world.strike(world.life("E")),
-    "launcher dies": lambda world: world.end_launcher(world.core.launcher),
+    "launcher dies": World.end_launcher,
     "launcher freezes": World.hold_launcher,
     "not wanted": lambda world: world.tell(DropNext(*world.life("D"))),
     "prepared again": lambda world: world.tell(LoadNext(*world.life("D"))),

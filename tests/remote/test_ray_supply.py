@@ -21,7 +21,7 @@ from trinity.remote.channel import Address, connect
 from trinity.remote.process_identity import has_ended, read_start
 from trinity.remote.ray_host import HostActor
 from trinity.remote.ray_supply import RaySupply
-from trinity.remote.supply import InstanceOrder
+from trinity.remote.supply import InstanceOrder, InstanceProcess
 from trinity.remote.tls import TLSConfig
 from trinity.remote.wire import Hello, encode
 
@@ -221,7 +221,7 @@ async def test_a_life_of_an_actor_before_is_found_by_its_process(monkeypatch: py
             assert not await one.end("P0", 0, sleeping.pid, born, "another node")
             assert sleeping.poll() is None
             assert await one.end("P0", 0, sleeping.pid, born, "node")
-        assert sleeping.wait(LIVENESS_S) == -9
+        assert has_ended(sleeping.pid, born)
     finally:
         sleeping.kill()
         sleeping.wait()
@@ -259,32 +259,30 @@ async def test_a_host_without_the_model_or_with_bad_certificates_says_so(
         assert answer["kind"] == "ConfigError"
         answer = await one.begin("P0", 0, KEY, "", TLSConfig("a.pem", "a.key", "b.pem").paths())
         assert "is no file" in answer["error"]
-        assert not one.forks.launchers, "nothing was started for them"
+        assert one.forks.opening is None, "nothing was started for them"
 
 
-async def test_a_frozen_launcher_is_left_to_its_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_frozen_launcher_is_replaced_and_its_lives_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     async with actor(monkeypatch) as one, asyncio.timeout(LIVENESS_S):
         first = await one.begin("P0", 0, KEY, "", None)
-        [frozen] = one.forks.launchers
+        assert one.forks.opening is not None
+        frozen = one.forks.opening.result()[0]
         frozen.silent = True  # as after an order that it did not take
         second = await one.begin("D0", 0, KEY, "", None)
+        await asyncio.wrap_future(frozen.ended)
         assert await listens(first)
         assert await listens(second)
-        assert len(one.forks.launchers) == 2
-        await one.end("P0", 0)
-        assert one.forks.launchers[0] is not frozen
-        assert frozen.ended.done()
 
 
-def test_a_process_is_ended_by_number_and_start() -> None:
+async def test_a_process_is_ended_by_number_and_start() -> None:
     sleeping = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"])
     try:
         born = read_start(sleeping.pid)
         assert born is not None
-        ray_host.end_process(sleeping.pid, born + 1)  # another of its number: not ours
+        await InstanceProcess(sleeping.pid, born + 1).end()  # another of its number: not ours
         assert sleeping.poll() is None
-        ray_host.end_process(sleeping.pid, born)
-        assert sleeping.wait(LIVENESS_S) == -9
+        await InstanceProcess(sleeping.pid, born).end()
+        assert has_ended(sleeping.pid, born)
     finally:
         sleeping.kill()
         sleeping.wait()

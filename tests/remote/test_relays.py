@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from support.emulated_pipelines import right
 from support.relay import DOWN, GREETING, SIZE, TAG, UP, Relay, relay
 from support.running_instances import LIVENESS_S, SECRET, free_port, started
 from trinity.core.messages import Emit, Sampled
@@ -289,3 +290,41 @@ async def test_tokens_rewritten_on_the_way_are_not_served(caplog: pytest.LogCapt
         finally:
             await one.kill()
     assert re.search(r"instance EPD0 was lost: a frame from .* is not the one that was sent", caplog.text)
+
+
+async def test_a_recorded_session_is_worth_nothing_to_a_peer_without_the_secret() -> None:
+    """All that a front end sent to its instance, requests included, sent to the instance again."""
+    model = EmulatedModel(shape=LLAVA_15_7B, cost=LinearCost(source="nothing takes time"))
+    asked = EmulatedRequest(text_tokens=9, max_tokens=8)
+    async with kept_launcher(torch=False) as launcher:
+        one = await started(launcher, Address("tcp", host="127.0.0.1", port=free_port()), "")
+        try:
+            made = Relay(one.address)
+            async with relay(made) as address:
+                instance = Instance("EPD", address=str(address), pools={"image": 64, "kv": 64})
+                terms = ProcessConfig(secret=SECRET)
+                async with Pipeline(model, [instance], hosting="process", processes=terms, cache=CacheConfig()) as pipe:
+                    assert (await pipe.complete(asked)).token_ids == right(asked, model)
+                    had, recorded = one.descriptors(), list(made.seen[UP])
+                    assert any(b"Submit" in frame for frame in recorded)
+                    for whole in (b"".join(recorded), b"", recorded[0]):
+                        played = await play(one.address, made.begun[UP], whole)
+                        assert len(played) == GREETING, "it greets, and leaves at a proof that is of another greeting"
+                    await one.settled(had)
+                    assert (await pipe.complete(asked)).token_ids == right(asked, model)
+                    assert pipe.processes["EPD0"].setup.epoch == 0
+        finally:
+            await one.kill()
+
+
+async def play(address: Address, begun: bytes, frames: bytes) -> bytes:
+    """Send what was recorded, and return what the other end answers until it closes."""
+    reader, writer = await asyncio.open_connection(address.host, address.port)
+    async with asyncio.timeout(LIVENESS_S):
+        try:
+            writer.write(begun + frames)
+            return await reader.read()
+        except ConnectionError:  # it closes with much of it unread
+            return await reader.read()
+        finally:
+            writer.transport.abort()

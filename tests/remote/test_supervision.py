@@ -90,7 +90,7 @@ async def test_a_frozen_one_that_was_started_by_hand_is_attached_again(launcher:
                 await asyncio.wait_for(pipe.complete(request()), LIVENESS_S)
             os.kill(one.process, signal.SIGCONT)
             assert (await recovered(pipe, request())).token_ids == wanted()
-        assert not one.exit_code.done()
+        assert not one.life.has_ended()
 
 
 async def test_idle_instances_are_heard_of(launcher: Launcher) -> None:
@@ -151,7 +151,7 @@ class SlowLauncher(Launcher):
         "import json, sys\nsys.stdin.readline()\nprint(json.dumps({'ready': 1}), flush=True)\nfor line in sys.stdin:\n"
         "    mark = json.loads(line)['id']\n"
         "    print(json.dumps({'taken': mark}), flush=True)\n"
-        "    print(json.dumps({'id': mark, 'process': 5_000_000}), flush=True)",
+        "    print(json.dumps({'id': mark, 'process': 5_000_000, 'born': 1}), flush=True)",
     )
 
 
@@ -163,8 +163,7 @@ async def test_a_start_given_up_takes_nothing_from_others_that_share_the_launche
         given_up.cancel()
         await asyncio.gather(given_up, return_exceptions=True)
         launcher._write({})
-        process, _ = await asyncio.wait_for(other, LIVENESS_S)
-        assert process == 5_000_000
+        assert (await asyncio.wait_for(other, LIVENESS_S)).number == 5_000_000
     finally:
         await asyncio.to_thread(launcher.close)
 
@@ -179,10 +178,15 @@ async def test_a_launcher_that_does_not_answer_is_a_typed_error(monkeypatch: pyt
         await asyncio.to_thread(launcher.close)
 
 
-@pytest.mark.parametrize(("parent", "code"), [("os.getppid()", 0), ("1 + os.getppid()", 1)])
-def test_an_instance_does_not_outlive_a_launcher_that_was_gone_when_it_came(parent: str, code: int) -> None:
-    program = f"import os; from trinity.remote.fork_server import die_with_parent; die_with_parent({parent})"
-    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == code
+def test_a_process_does_not_outlive_a_holder_that_was_gone_when_it_came() -> None:
+    watched, held = os.pipe()
+    program = f"from trinity.errors.parent_process import die_with_holder; die_with_holder({watched}); print('lives')"
+    for codes, said in ((0, b"lives\n"), (1, b"")):
+        done = subprocess.run([sys.executable, "-c", program], check=False, pass_fds=[watched], stdout=subprocess.PIPE)
+        assert (done.returncode, done.stdout) == (codes, said)
+        if not codes:
+            os.close(held)
+    os.close(watched)
 
 
 def children(launcher: Launcher) -> set[int]:
@@ -192,9 +196,10 @@ def children(launcher: Launcher) -> set[int]:
 
 def launcher_of(pipe: Pipeline) -> Launcher:
     assert pipe._processes is not None
-    found = pipe._processes.forks.launchers[pipe._processes.core.launcher].result()
-    assert found is not None
-    return found[0]
+    opening = pipe._processes.forks.opening
+    assert opening is not None
+    assert opening.done()
+    return opening.result()[0]
 
 
 def test_too_short_a_silence() -> None:
@@ -310,7 +315,7 @@ async def test_a_loss_while_the_pipeline_is_being_closed_is_not_made_good() -> N
 async def listened(monkeypatch: pytest.MonkeyPatch, heard: list[float], wakes: list[float]) -> list[float]:
     """The watch wakes at these times of one that spoke at those; the longest silence that each wake told of."""
     now, waking, told = [0.0], iter(wakes), list[float]()
-    client = SimpleNamespace(last_heard=0.0, alive=True)
+    client = SimpleNamespace(last_heard=0.0, alive=True, step=None, process=0)
 
     async def sleep(seconds: float) -> None:
         now[0] = next(waking)

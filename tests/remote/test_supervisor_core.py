@@ -23,20 +23,16 @@ from trinity.remote.supervisor_messages import (
     CloseAll,
     Down,
     Ended,
-    EndLauncher,
     Event,
     Fence,
     Introduce,
     Launch,
-    LauncherGone,
-    LauncherStuck,
     Linked,
     Loaded,
     Lost,
     Quiet,
     Retire,
     Separate,
-    StartLauncher,
     Suspect,
     Unlinked,
     Up,
@@ -78,7 +74,7 @@ def test_all_start_meet_and_come_up() -> None:
     table(
         core,
         [
-            (0.0, Begin(), [StartLauncher(1), Launch("E", 0, 1), Launch("D", 0, 1)]),
+            (0.0, Begin(), [Launch("E", 0), Launch("D", 0)]),
             (1.0, Loaded("E", 0), [Up("E", 0)]),
             (2.0, Loaded("D", 0), [Introduce("D", 0, "E", 0), Introduce("E", 0, "D", 0)]),
             (3.0, Linked("E", 0, "D", 0), []),
@@ -96,7 +92,7 @@ def test_a_loss_is_fenced_told_and_made_good() -> None:
             (9.0, Lost("E", 0, "once more"), []),
             (9.3, Tick(), []),  # not before it has ended
             (9.5, Ended("E", 0), []),
-            (9.5, Tick(), [Launch("E", 1, 1)]),
+            (9.5, Tick(), [Launch("E", 1)]),
             (9.6, Loaded("E", 0), []),  # of the old life
             (9.7, Loaded("E", 1), [Introduce("E", 1, "D", 0), Introduce("D", 0, "E", 1)]),
             (9.7, Linked("D", 0, "E", 0), []),
@@ -195,42 +191,6 @@ def test_health_says_who_is_away_and_why() -> None:
     assert core.health("D", 5.0).state == "closed"
 
 
-# ---------------------------------------------------------------- launchers
-
-
-def test_a_launcher_that_is_gone_is_made_anew() -> None:
-    core = core_of("ED")
-    table(
-        core,
-        [
-            (9.0, LauncherGone(1), []),
-            (9.1, Lost("E", 0, "x"), [Fence("E", 0), Separate("D", 0, "E", 0), Down("E", 0, "x")]),
-            (9.1, Lost("D", 0, "x"), [Fence("D", 0), Down("D", 0, "x")]),
-            (9.2, Ended("E", 0), []),
-            (9.2, Ended("D", 0), [EndLauncher(1)]),
-            (9.3, Tick(), [StartLauncher(2), Launch("E", 1, 2), Launch("D", 1, 2)]),
-        ],
-    )
-
-
-def test_a_launcher_that_is_stuck_keeps_those_that_it_started() -> None:
-    core = core_of("ED")
-    core.handle(Lost("E", 0, "x"), 9.0)
-    core.handle(Ended("E", 0), 9.0)
-    assert core.handle(Tick(), 9.1) == [Launch("E", 1, 1)]
-    assert core.handle(LauncherStuck(1), 12.0)[0] == Fence("E", 1)
-    core.handle(Ended("E", 1), 12.0)
-    assert core.handle(Tick(), 12.2) == [StartLauncher(2), Launch("E", 2, 2)]
-    assert core.health("D", 13.0).state == "up"
-    core.handle(Lost("D", 0, "x"), 14.0)
-    assert core.handle(Ended("D", 0), 14.0) == [EndLauncher(1)]
-
-
-def test_what_somebody_else_started_needs_no_launcher() -> None:
-    core = SupervisorCore(["D"], ["D"])
-    assert core.handle(Begin(), 0.0) == [Launch("D", 0, 0)]
-
-
 # ---------------------------------------------------------------- the end
 
 
@@ -273,7 +233,7 @@ def victims(names: str) -> dict[str, Fault]:
     def of(do: Callable[[World, Life], None], name: str) -> Fault:
         return lambda world: do(world, world.life(name))
 
-    found: dict[str, Fault] = {"launcher dies": lambda world: world.end_launcher(world.core.launcher)}
+    found: dict[str, Fault] = {"launcher dies": World.end_launcher}
     found["launcher freezes"] = World.hold_launcher
     found["link cut"] = lambda world: world.cut(world.life(names[0]), world.life(names[1]))
     for name in names:

@@ -48,8 +48,8 @@ async def answer(pipe: Pipeline) -> None:
 
 async def launchers(pipe: Pipeline) -> list[Launcher]:
     assert pipe._processes is not None
-    found = [await each for each in pipe._processes.forks.launchers.values()]
-    return [each[0] for each in found if each is not None]
+    assert pipe._processes.forks.opening is not None
+    return [(await pipe._processes.forks.opening)[0]]
 
 
 # ---------------------------------------------------------------- pipelines
@@ -216,7 +216,7 @@ async def test_one_that_imports_still_is_left_and_taken(
     again, _ = await take_launcher(torch=False)
     assert again is launcher
     go.touch()
-    await asyncio.wrap_future(launcher._ready)
+    await asyncio.wrap_future(launcher.ready)
     await leave(launcher)
     assert await take_and_leave() is launcher
 
@@ -235,13 +235,11 @@ async def test_one_that_is_no_more_as_it_began_is_not_kept(
     what: str, started: Births, bare: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A context on a GPU, which has threads and open files, would be every later instance's end."""
-    patched = (
-        f"import os; s.preload_model = lambda model: exec({SPOILS[what]!r}); s.die_with_parent = os._exit; s.main()"
-    )
+    ends = "s.importlib.invalidate_caches = lambda: os._exit(0)"  # of the instance
+    patched = f"import os; s.preload_model = lambda model: exec({SPOILS[what]!r}); {ends}; s.main()"
     monkeypatch.setattr(Launcher, "program", ("-c", BARE.replace("s.main()", patched)))
     launcher = await take()
-    _, exit_code = await launcher.launch(Address("unix", path="nowhere"), b"", "")
-    await exit_code
+    await (await launcher.launch(Address("unix", path="nowhere"), b"", "")).wait()
     await leave(launcher)
     if what == "nothing":
         assert await take() is launcher

@@ -6,7 +6,7 @@ import json
 import re
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -56,16 +56,22 @@ class Weighed(LoadedModel):
 
 @dataclass
 class Gpu:
-    """Stand-in for the GPUs of a machine: ``used`` bytes on each; ``made`` has the bytes of each instance's pools."""
+    """Stand-in for the GPUs of a machine: ``used`` bytes of ``total`` on each.
+
+    ``made`` has the bytes of each instance's pools, ``pools`` their blocks.
+    """
 
     used: dict[str, int]
     made: dict[str, int]
+    total: int = TOTAL
+    pools: dict[str, dict[str, int]] = field(default_factory=dict)
 
     def mem_get_info(self, device: str) -> tuple[int, int]:
-        return TOTAL - self.used.get(device, 0), TOTAL
+        return self.total - self.used.get(device, 0), self.total
 
     def build(self, spec: Instance, model: LoadedModel, pools: Any, _rules: Any, cache: Any, *_: Any) -> Any:
         shapes = block_shapes(spec.roles, model, cache)
+        self.pools[spec.name] = dict(pools)
         self.made[spec.name] = sum(shape.block_bytes * pools[kind] for kind, shape in shapes.items())
         return SimpleNamespace(spec=spec, model=model, settings=Empty())
 
@@ -98,7 +104,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
         adapter, _ = find_adapter(read_config(config.model))
         return Weighed(config.model, spec.roles, None, adapter, torch.bfloat16, torch.device("cuda"), "")
 
-    monkeypatch.setattr(loader, "DEFAULT_BLOCKS", 1 << 30)
     monkeypatch.setattr(loader, "_count_weights", lambda config, roles, device: count_once(config.model, roles))
     monkeypatch.setattr(torch.cuda, "mem_get_info", made.mem_get_info)
     monkeypatch.setattr(loader, "_get_model", get_model)
@@ -191,6 +196,75 @@ def test_the_memory_of_an_instance_goes_before_the_pipelines_pools(gpu: Gpu, mod
     """As in threads; a process was sent both, and took the pools."""
     (setup,) = setups(model, [Instance("PD", memory_bytes=20 * GIB)], CacheConfig(pools={"image": 1, "kv": 1}))
     assert (setup.pools, setup.memory_bytes) == (None, 20 * GIB)
+
+
+# ------------------------------------------------------------ published models on one card
+
+
+@pytest.fixture(scope="module")
+def published(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders with the configs of models, as their text and vision parts are published."""
+    from transformers import Qwen2_5_VLConfig
+
+    folders = {}
+    for size, width, ffn, layers, heads, kv_heads, tied in (
+        ("7b", 3584, 18_944, 28, 28, 4, False),
+        ("3b", 2048, 11_008, 36, 16, 2, True),
+    ):
+        text: dict[str, Any] = {
+            "hidden_size": width,
+            "intermediate_size": ffn,
+            "num_hidden_layers": layers,
+            "vocab_size": 152_064,
+        }
+        text |= {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "tie_word_embeddings": tied}
+        text |= {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [16, 24, 24]}}
+        vision = {"depth": 32, "hidden_size": 1280, "intermediate_size": 3420, "num_heads": 16}
+        config = Qwen2_5_VLConfig(text_config=text, vision_config={**vision, "out_hidden_size": width})
+        config.architectures = ["Qwen2_5_VLForConditionalGeneration"]
+        folders[f"qwen2.5-vl-{size}"] = tmp_path_factory.mktemp(size)
+        config.save_pretrained(folders[f"qwen2.5-vl-{size}"])
+    return folders
+
+
+@pytest.mark.parametrize(
+    ("name", "roles", "card_gib", "least_gib", "least_tokens"),
+    [
+        ("qwen2.5-vl-7b", "EPD", 139, 96, 1_500_000),
+        ("qwen2.5-vl-7b", "D", 139, 98, 1_800_000),
+        ("qwen2.5-vl-3b", "EPD", 139, 103, 2_700_000),
+        ("qwen2.5-vl-3b", "D", 79, 56, 1_600_000),
+        ("llava-1.5-7b", "EPD", 139, 98, 170_000),
+        ("llava-1.5-7b", "PD", 79, 51, 90_000),
+    ],
+)
+def test_default_pools_take_what_a_card_has(
+    gpu: Gpu,
+    model: Path,
+    published: dict[str, Path],
+    name: str,
+    roles: str,
+    card_gib: int,
+    least_gib: int,
+    least_tokens: int,
+) -> None:
+    """Decision 0053 gives four fifths of what weights and encoding leave; 8,192 blocks were 7 GiB of a 7B's 99."""
+    folder = published.get(name, model)
+    weights = count_once(folder, roles)
+    gpu.total, gpu.used = card_gib * GIB, {"cuda": weights}
+    load_instances(ServingConfig(folder, "bfloat16", "cuda"), [Instance(roles, "only")], None)
+    free = gpu.total - weights - ENCODE_BYTES * ("E" in roles)
+    assert gpu.made["only"] == pytest.approx(POOL_SHARE * free, rel=1e-3)
+    assert gpu.made["only"] >= least_gib * GIB
+    assert gpu.pools["only"]["kv"] * CacheConfig().kv_block_size >= least_tokens
+
+
+def test_default_pools_on_a_cpu_have_an_upper_bound(gpu: Gpu, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of a tiny model are small: a GiB of them would be a million."""
+    monkeypatch.setattr(loader, "available_memory", lambda: 1 << 50)
+    monkeypatch.setattr(loader, "_block_bytes", lambda config, model, roles: {"image": 64, "kv": 64})
+    load_instances(ServingConfig(model, "bfloat16", "cpu"), [Instance("PD", "only")], None)
+    assert gpu.pools["only"] == {"image": loader.DEFAULT_BLOCKS, "kv": loader.DEFAULT_BLOCKS}
 
 
 # ------------------------------------------------------------ weights that processes share

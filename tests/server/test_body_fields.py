@@ -104,9 +104,9 @@ def test_a_body_becomes_a_request() -> None:
 def test_what_the_server_says_of_a_request() -> None:
     plain, own = Request("x"), Request("x", max_tokens=3, deadline_s=1.0)
     assert complete_request(plain, False, None).max_tokens == 2**31 - 1
-    assert complete_request(plain, True, None) is plain
+    assert complete_request(plain, True, None) == plain
     assert complete_request(plain, True, 5.0).deadline_s == 5.0
-    assert complete_request(own, False, 5.0) is own
+    assert complete_request(own, False, 5.0) == own
     assert complete_request(own, False, 0.5).deadline_s == 0.5
 
 

@@ -51,3 +51,12 @@ def test_the_command_prints_the_table(capsys: pytest.CaptureFixture[str]) -> Non
     assert "| read the disk | `chat: /etc/passwd` | 400 | invalid_media | 0.10 |" in printed
     assert "1 of 2 were refused" in printed
     assert hostile_media.report(tries[:1]) == 0
+
+
+def test_the_command_prints_what_attacks_cost(capsys: pytest.CaptureFixture[str]) -> None:
+    from sweeps import hostile_media
+
+    spent = hostile_media.Spent("x", 2048, 400, "invalid_media", 0.5, 0.25, 1 << 20, 3 << 20, 2 << 20, 0.1)
+    hostile_media.report_spent([spent])
+    row = "| x | 2 KiB | 400 | invalid_media | 0.50 | 0.25 | 1 MiB | 3 MiB | 2 MiB | 0.10 |"
+    assert row in capsys.readouterr().out

@@ -30,7 +30,7 @@ BODIES: dict[str, tuple[bytes, int, str]] = {
     "no UTF-8": (b'{"messages": "\xff"}', 400, "invalid_json"),
     "half a character": (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', 400, "invalid_json"),
     "NaN": (b'{"messages": [], "temperature": NaN}', 400, "invalid_json"),
-    "a depth bomb": (depth_bomb(), 400, "invalid_json"),
+    "a depth bomb": (depth_bomb(), 400, "too_many_values"),
     "millions of values": (b'{"messages": [' + b"[]," * (1 << 21) + b"[]]}", 400, "too_many_values"),
     "a deep unknown field": (
         b'{"messages": [{"role": "user", "content": "a"}], "max_tokens": 1, "x": ' + b"[" * 900 + b"]" * 900 + b"}",
@@ -133,6 +133,25 @@ async def test_long_slow_and_many_bodies(monkeypatch: pytest.MonkeyPatch) -> Non
         slow = await served.http.post(CHAT, content=pieces(9, 0.1), headers=JSON)
         assert (announced.status_code, chunked.status_code, slow.status_code) == (413, 413, 408)
         assert (await served.http.post(CHAT, json=chat_body(max_tokens=1))).status_code == 200
+
+
+async def test_long_bodies_leave_room_for_short_ones() -> None:
+    go_on = asyncio.Event()
+
+    async def held(size: int) -> AsyncIterator[bytes]:
+        yield b" " * size
+        await go_on.wait()
+
+    async with serve_model(config=ServerConfig(max_held_bytes=8 << 20)) as served:
+        first = asyncio.create_task(served.http.post(CHAT, content=held(5 << 20), headers=JSON))
+        async with asyncio.timeout(120):
+            while served.server.held.held < 5 << 20:
+                await asyncio.sleep(0.01)
+        long = await served.http.post(CHAT, content=b" " * (2 << 20), headers=JSON)
+        short = await served.http.post(CHAT, json=chat_body(max_tokens=1))
+        assert (long.status_code, short.status_code) == (503, 200)
+        go_on.set()
+        assert (await first).status_code == 400, "it is no JSON"
 
 
 @pytest.mark.parametrize("refusal", ["draining", "no key", "no JSON"])

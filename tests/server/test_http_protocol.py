@@ -57,6 +57,25 @@ async def test_large_bodies_are_none_of_it() -> None:
             assert await client.answer() == (200, b"%d" % (2 << 20))
 
 
+async def test_a_body_of_known_length_is_parsed_as_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In pieces as small as a head's, 60 MB took 0.4 CPU-seconds of the event loop. What follows is still a head."""
+    parsed, parse = list[int](), http_protocol.BoundedProtocol._parse
+
+    def count(protocol: http_protocol.BoundedProtocol, piece: bytes) -> None:
+        parsed.append(len(piece))
+        parse(protocol, piece)
+
+    monkeypatch.setattr(http_protocol.BoundedProtocol, "_parse", count)
+    async with connected() as connect:
+        client = await connect()
+        body = POST + b"content-length: 4194304\r\n\r\n" + b"a" * (4 << 20)
+        await client.ask(body + 2 * (POST + b"content-length: 1\r\n\r\na"))
+        assert [await client.answer() for _ in range(3)] == [(200, b"4194304"), (200, b"1"), (200, b"1")]
+    assert sum(parsed) == len(body) + 2 * len(POST + b"content-length: 1\r\n\r\na")
+    assert len(parsed) < (4 << 20) // http_protocol.PIECE // 8, "by reads of the socket, of 64 KiB and more mostly"
+    assert min(parsed[-2:]) <= http_protocol.PIECE
+
+
 @pytest.mark.parametrize("begun", [b"", b"\r\n", b"POST / HT", POST])
 async def test_a_head_that_does_not_end_is_left(begun: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_protocol, "HEAD_S", 0.2)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar, cast
 
 import numpy as np
@@ -23,7 +24,7 @@ from support.operator_tape import StaticTorch, graphs
 from support.sampler_rows import SamplerRow, batch
 from trinity.core.messages import KV, Grow, Open, Prefill, ResolvedSampling, Sampled, Step, Work
 from trinity.memory.block_memory import BlockMemory, BlockShape
-from trinity.stages import decode_graphs, sampler
+from trinity.stages import decode_graphs, decode_state, device_tables, sampler
 from trinity.stages.async_steps import LaunchedStep
 from trinity.stages.base import PendingStep
 from trinity.stages.batch import RaggedBatch
@@ -32,6 +33,7 @@ from trinity.stages.decode_state import DecodeState
 from trinity.stages.language import LanguageStage
 from trinity.stages.models import RotaryPositions
 from trinity.stages.token_bans import make_bans
+from trinity.stages.uploads import upload
 
 ROWS, BLOCKS, VOCABULARY = 4, 400, 40
 NOISE = torch.randn((997, VOCABULARY), generator=torch.Generator().manual_seed(1)) * 3
@@ -95,6 +97,7 @@ class Served:
     """One stage as on a GPU, whose recordings are tapes."""
 
     depth: int
+    blocks: int = BLOCKS
     texts: dict[str, Text] = field(default_factory=dict)
     running: list[str] = field(default_factory=list)
     flight: deque[tuple[Step, PendingStep]] = field(default_factory=deque)
@@ -102,7 +105,7 @@ class Served:
     used: int = 0
 
     def __post_init__(self) -> None:
-        memory = BlockMemory(BlockShape(KV, (1, 2, 1, ROWS, 2), torch.float32), BLOCKS)
+        memory = BlockMemory(BlockShape(KV, (1, 2, 1, ROWS, 2), torch.float32), self.blocks)
         self.stage = LanguageStage(cast(Any, Model()), memory, None, "PD", backend=StaticTorch())
         made, self.recorder = graphs()
         self.stage._graphs = DecodeGraphs(cast(Any, Model()), memory.tensor, StaticTorch(), made, self.stage._tokens)
@@ -285,3 +288,34 @@ def test_a_step_of_the_same_rows_costs_one_copy(way: int, monkeypatch: pytest.Mo
             assert isinstance(pending, LaunchedStep)
     assert (len(replays), uploads) == (2 * (1 if way < 2 else 2), [])
     assert count.found == {"copy_": 2}
+
+
+def _note(sent: list[int], values: np.ndarray, *rest: Any) -> Tensor:
+    sent.append(values.nbytes)
+    return upload(values, *rest)
+
+
+def test_a_change_sends_what_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """256 rows, one of 8,192 blocks: bytes that are sent as rows grow, as one joins, and as one leaves."""
+    monkeypatch.setattr(Model.adapter.text_config, "max_position_embeddings", 1 << 16)
+    monkeypatch.setattr(decode_graphs, "BATCH_SIZES", (256,))
+    served, sent = Served(1, 10_000), list[int]()
+    served.open(0, prompt=tuple(np.random.default_rng(0).integers(5, 30, 8192 * ROWS - 2).tolist()))
+    for _ in range(254):
+        served.open(0)
+    served.step(served.running)
+    for module in (decode_state, device_tables):
+        monkeypatch.setattr(module, "upload", partial(_note, sent))
+    for _ in range(6):
+        used = served.used
+        sent.clear()
+        served.step(served.running)
+        assert 0 < sum(sent) <= (8 + 4 + 2 * 4) * (served.used - used), "a row, its start, a block and its place"
+    served.open(0)
+    for _ in range(2):
+        sent.clear()
+        served.step(served.running)
+        assert sum(sent) <= 256 * (7 * 8 + 4) + 8 * 256, "ids, columns and starts of all; blocks of the one, and growth"
+        served.end(7, again=False)
+    while served.flight:
+        served.read()

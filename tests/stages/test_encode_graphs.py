@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,8 +19,9 @@ from support.stage_driver import processed
 from support.thinned import thinned
 from trinity.core.messages import Encode, Step
 from trinity.memory.block_memory import BlockMemory
+from trinity.memory.devices import free_cached_memory
 from trinity.preprocess.processor import ProcessedRequest
-from trinity.stages.cuda_graphs import GraphCache, make_graph_cache
+from trinity.stages.cuda_graphs import GraphCache, GraphFunction, make_graph_cache
 from trinity.stages.encode import EncodeStage, make_graph_key
 from trinity.stages.models import load_model
 from trinity.testing.checkpoints import ARCHITECTURES
@@ -81,7 +83,7 @@ def test_an_error_in_a_capture_that_ends_well(cuda_stand_in: CudaStandIn) -> Non
     made, before = cache_on_device(), cuda_stand_in.current
 
     def fails(inputs: Sequence[Tensor]) -> Sequence[Tensor]:
-        if cuda_stand_in.tape is not None:
+        if cuda_stand_in.capture is not None:
             raise torch.OutOfMemoryError("none left")
         return double(inputs)
 
@@ -101,6 +103,54 @@ def test_after_three_failed_captures_none_begins(cuda_stand_in: CudaStandIn) -> 
     assert [made.call(number, fails, [torch.ones(2)]) for number in range(5)] == [None] * 5
     assert cuda_stand_in.captures == 3
     assert made.call("next", double, [torch.ones(2)]) is None
+
+
+def test_two_lanes_record_one_after_the_other(cuda_stand_in: CudaStandIn, caplog: pytest.LogCaptureFixture) -> None:
+    """``torch.cuda.graph`` begins with a wait for the whole device, which breaks what another lane captures."""
+    entered, second = threading.Event(), threading.Event()
+
+    def slow(inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        if cuda_stand_in.capture is not None and not entered.is_set():
+            entered.set()  # the other lane may begin: nobody waits for longer than this
+            assert second.wait(10)
+            cuda_stand_in.refused_wait.wait(0.5)
+        return double(inputs)
+
+    def follow(inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        if cuda_stand_in.capture is None:
+            second.set()  # it runs eagerly, and records next
+        return double(inputs)
+
+    def record(run: GraphFunction) -> None:
+        with cuda_stand_in.enter_thread():
+            found.append(cache_on_device().call("key", run, [torch.ones(2)]))
+
+    found: list[Sequence[Tensor] | None] = []
+    lanes = [threading.Thread(target=record, args=(run,)) for run in (slow, follow)]
+    lanes[0].start()
+    assert entered.wait(10)
+    lanes[1].start()
+    for lane in lanes:
+        lane.join()
+    assert caplog.messages == []
+    assert not cuda_stand_in.refused_wait.is_set()
+    assert [each is not None and on_host(each[0]).tolist() for each in found] == [[2.0, 2.0]] * 2
+
+
+def test_memory_is_given_back_between_two_recordings(cuda_stand_in: CudaStandIn) -> None:
+    """While a lane captures, torch's allocator takes that for a fault of its own."""
+    freeing = threading.Thread(target=free_cached_memory, args=(DEVICE,))
+
+    def run(inputs: Sequence[Tensor]) -> Sequence[Tensor]:
+        if cuda_stand_in.capture is not None:
+            freeing.start()
+            freeing.join(0.1)
+            assert freeing.is_alive(), "it waits"
+        return double(inputs)
+
+    assert cache_on_device().call("key", run, [torch.ones(2)]) is not None
+    freeing.join(10)
+    assert not freeing.is_alive()
 
 
 def test_a_read_is_found_before_a_capture_begins(cuda_stand_in: CudaStandIn) -> None:
@@ -132,10 +182,19 @@ def test_the_stand_in_refuses_what_cuda_does(cuda_stand_in: CudaStandIn) -> None
         there.sum().item()
     with pytest.raises(RuntimeError, match="previous error"):
         there + there
+    with pytest.raises(RuntimeError, match="captures_underway"):
+        torch.cuda.empty_cache()
     with pytest.raises(RuntimeError, match="previous error"):
         graph.capture_end()
     with pytest.raises(RuntimeError, match="already recording"):
         graph.capture_begin(pool)
+    torch.cuda.synchronize()
+    other = torch.cuda.CUDAGraph()
+    other.capture_begin(torch.cuda.graph_pool_handle())
+    with pytest.raises(RuntimeError, match=REFUSED):
+        torch.cuda.synchronize()
+    with pytest.raises(RuntimeError, match="previous error"):
+        other.capture_end()
 
 
 @dataclass

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from support.cuda_stand_in import DEVICE, CudaStandIn, DeviceTensor, cuda_stand_in
+from support.cuda_stand_in import DEVICE, CudaStandIn, DeviceTensor, Graph, cuda_stand_in
 from trinity.stages.graph_constants import GraphConstants, Unrecordable
 
 __all__ = ["cuda_stand_in"]
@@ -52,10 +52,10 @@ def test_what_meets_the_device_is_uploaded_once(cuda_stand_in: CudaStandIn) -> N
         first = run()
     waits = len(cuda_stand_in.waits)
     constants.seal()
-    cuda_stand_in.tape = []  # a capture: any copy raises
+    cuda_stand_in.capture = Graph(cuda_stand_in)  # any copy raises
     with constants.lifted():
         second = run()
-    cuda_stand_in.tape = None
+    cuda_stand_in.capture = None
     assert len(cuda_stand_in.waits) == waits
     assert [each.to("cpu").tolist() for each in (first, second)] == [[5.0, 3.0, 1.0]] * 2
 

@@ -120,7 +120,7 @@ def test_a_batch_as_one_array() -> None:
         assert rows.memo["varlen"].lengths.tolist() == [17 + step, 32 + step, 0, 0]
     assert state.columns[[SLOT, ADVANCE], :4].tolist() == [[6, 1, SPARE_SLOT, SPARE_SLOT], [1, 1, 0, 0]]
     assert state.columns[[PLACE, ROPE, LENGTH], :4].T.tolist() == [[17, 21, 18], [32, 32, 33], [0, 0, 0], [0, 0, 0]]
-    assert state.tables[:4].tolist() == [[5, 3, 0], [9, 2, 0], [-1, -1, 0], [-1, -1, 0]]
+    assert state.tables[:4].tolist() == [[5, 3, 0], [9, 2, 0], [-1, 0, 0], [-1, 0, 0]]
     assert (rows.decodes, rows.lengths.max(), rows.memo["varlen"].begins.tolist()) == (4, 48, [0, 1, 2, 3, 4])
 
 
@@ -146,7 +146,7 @@ def test_decodes_are_recorded_and_their_tokens_the_same(name: str) -> None:
     """M-RoPE's three axes too. Sizes 1, 2, 4 and 8, whatever the widths of the tables; prefill runs as it is."""
     eager, taped = Solo(name), Solo(name, backend=StaticTorch())
     made, recorder = graphs()
-    taped.stage._graphs = DecodeGraphs(taped.model, taped.pool.memory.tensor, StaticTorch(), made)
+    taped.stage._graphs = DecodeGraphs(taped.model, taped.pool.memory.tensor, StaticTorch(), made, taped.stage._tokens)
     assert serve(taped) == serve(eager)
     assert all((taped.seen[at] - eager.seen[at]).abs().max() < 1e-4 for at in eager.seen)
     assert recorder.recordings == 4
@@ -159,7 +159,7 @@ def test_a_warm_stage_records_nothing_more(name: str, monkeypatch: pytest.Monkey
     monkeypatch.setattr(decode_graphs, "BATCH_SIZES", (1, 2, 4, 8, 1 << 20))
     eager, taped = Solo(name), Solo(name, backend=StaticTorch())
     made, recorder = graphs()
-    taped.stage._graphs = DecodeGraphs(taped.model, taped.pool.memory.tensor, StaticTorch(), made)
+    taped.stage._graphs = DecodeGraphs(taped.model, taped.pool.memory.tensor, StaticTorch(), made, taped.stage._tokens)
     taped.stage.warm_up()
     assert list(made._calls) == [("decode", size) for size in (8, 4, 2, 1)]
     assert not taped.pool.memory.tensor.any()
@@ -173,7 +173,7 @@ def test_a_stage_of_one_letter_warms_that(
 ) -> None:
     solo = Solo(letters=letters, backend=StaticTorch())
     made, recorder = graphs(most=2)
-    solo.stage._graphs = DecodeGraphs(solo.model, solo.pool.memory.tensor, StaticTorch(), made)
+    solo.stage._graphs = DecodeGraphs(solo.model, solo.pool.memory.tensor, StaticTorch(), made, solo.stage._tokens)
     chunks: list[int] = []
     own = solo.stage._eager
 
@@ -190,7 +190,7 @@ def test_a_batch_beyond_the_sizes_runs_as_it_is(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(decode_graphs, "BATCH_SIZES", (1, 2))
     eager, taped = Solo(), Solo(backend=StaticTorch())
     made, recorder = graphs()
-    taped.stage._graphs = DecodeGraphs(taped.model, taped.pool.memory.tensor, StaticTorch(), made)
+    taped.stage._graphs = DecodeGraphs(taped.model, taped.pool.memory.tensor, StaticTorch(), made, taped.stage._tokens)
     assert serve(taped) == serve(eager)
     assert recorder.recordings == 2
 
@@ -230,7 +230,7 @@ def test_nothing_is_recorded_while_serving(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(decode_graphs, "BATCH_SIZES", (1, 2, 4, 8))
     eager, taped = Solo(blocks=300), Solo(blocks=300, backend=StaticTorch())
     made, recorder = graphs()
-    taped.stage._graphs = DecodeGraphs(taped.model, taped.pool.memory.tensor, StaticTorch(), made)
+    taped.stage._graphs = DecodeGraphs(taped.model, taped.pool.memory.tensor, StaticTorch(), made, taped.stage._tokens)
     taped.stage.warm_up()
     warm = recorder.recordings
     said, widths = list[list[dict[str, list[int]]]](), set[int]()
@@ -252,7 +252,7 @@ def test_a_size_without_room_at_the_start_is_not_recorded_later(monkeypatch: pyt
     monkeypatch.setattr(decode_graphs, "BATCH_SIZES", (1, 2, 4, 8))
     eager, taped = Solo(), Solo(backend=StaticTorch())
     made, recorder = graphs(memory=2)
-    own = DecodeGraphs(taped.model, taped.pool.memory.tensor, StaticTorch(), made)
+    own = DecodeGraphs(taped.model, taped.pool.memory.tensor, StaticTorch(), made, taped.stage._tokens)
     taped.stage._graphs = own
     taped.stage.warm_up()
     recorder.memory = 1000
@@ -273,7 +273,7 @@ def test_static_tables_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert own().state.tables.shape == (96, 120), "no table is longer than the cache"
     monkeypatch.setattr(solo.model.adapter.text_config, "max_position_embeddings", 100)
     assert own().state.tables.shape[1] == 7, "100 tokens in blocks of 16"
-    monkeypatch.setattr(decode_graphs, "MOST_TABLE_BYTES", 8 * 96 * 2)
+    monkeypatch.setattr(decode_graphs, "MOST_TABLE_BYTES", 4 * 96 * 2)
     short = own()
     assert short.state.tables.shape[1] == 2
     one = np.array([5])

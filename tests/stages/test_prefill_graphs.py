@@ -213,12 +213,12 @@ def test_steps_of_both_are_launched_behind_unread_ones(depth: int) -> None:
 
 
 def test_a_step_as_one_array() -> None:
-    """Padding, decodes, chunks, padding; chunks' tables as far as they are needed."""
+    """Padding, decodes, chunks, padding."""
     decodes = Decodes(np.array([7]), np.array([20]), np.array([17]), np.array([[5, 3]]), np.array([6]))
     chunk = Chunk(np.array([8, 9, 10]), np.array([40, 41, 42]), 15, np.array([2, 9, 4]), np.array([33]), np.array([1]))
     size = StepSize(2, 5)
-    packed = pack_step(decodes, [chunk], size, 16, 1, 2)
-    columns, begins, lengths, last, tables = np.split(packed, np.cumsum(size.split_numbers(1)))
+    packed = pack_step(decodes, [chunk], size, 16, 1)
+    columns, begins, lengths, last = np.split(packed, np.cumsum(size.split_numbers(1))[:-1])
     assert columns.reshape(6, 7).T.tolist() == [
         [0, 0, -1, 0, -1, 0],
         [7, 6, 3, 0, -1, 20],
@@ -231,7 +231,6 @@ def test_a_step_as_one_array() -> None:
     assert begins.tolist() == [0, 1, 2, 5, 5, 5, 5, 7]
     assert lengths.tolist() == [0, 17, 18, 0, 0, 0, 0]
     assert last.tolist() == [0, 1, 4, 6, 6, 6]
-    assert tables.tolist() == [5, 3, 2, 9]
 
 
 def test_a_warm_stage_records_nothing_more() -> None:

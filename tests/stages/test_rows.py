@@ -30,7 +30,7 @@ def table() -> RequestTable:
 def told(rows: RequestTable, names: tuple[str, ...]) -> list[Any]:
     selection = rows.select(names)
     ordered, decodes = selection.rows, rows.read_decodes(selection)
-    arrays = [decodes.ids, decodes.rope, decodes.lengths, decodes.tables]
+    arrays = [decodes.ids, decodes.rope, decodes.lengths, *decodes.tables]
     return [{row.request: tuple(array[at].tolist() for array in arrays[:3]) for at, row in enumerate(ordered)}, *arrays]
 
 

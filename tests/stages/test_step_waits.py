@@ -41,6 +41,7 @@ class KernelAttention:
         assert rows.blocks.device == rows.offsets.device == DEVICE
 
     def read(self, rows: PagedRows, cache: Tensor, query: Tensor, params: AttentionParams) -> Tensor:
+        assert rows.there is not None, "tables are sent once, and not with each step"
         if "varlen" not in rows.memo:
             rows.memo["varlen"] = make_varlen_rows(rows, DEVICE)
         return torch.empty_like(query)

@@ -14,7 +14,7 @@ from trinity.remote.process_identity import has_ended, read_start
 from trinity.remote.warm_launchers import LAUNCHER_WAITS_S, close_idle, leave_launcher, take_launcher
 
 LIVENESS_S = 60.0
-BARE = "from trinity.remote import fork_server as s; s.PACED_MODULES, s.LOOK_S = (), 0.05; s.main()"
+BARE = "from trinity.remote import fork_server as s; s.PACED_MODULES = (); s.main()"
 Births = dict[int, int | None]
 
 
@@ -55,7 +55,7 @@ async def take() -> Launcher:
     launcher, own = await take_launcher(torch=False)
     assert own
     async with asyncio.timeout(LIVENESS_S):
-        await asyncio.wrap_future(launcher._ready)
+        await asyncio.wrap_future(launcher.ready)
     return launcher
 
 

@@ -9,6 +9,7 @@ a copy between the two) is counted, and refused while a capture is underway. ``t
 from __future__ import annotations
 
 import ctypes
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -85,6 +86,8 @@ class CudaStandIn(TorchDispatchMode):
     - ``underway``: pools that the device's allocator records into; ``host_underway``: and that of pinned memory, which
       only a capture that ends well gives up.
     - ``captures``: captures that began; ``replays``: replays of all graphs.
+    - ``capturing``: graphs of all threads that are being captured.
+    - ``refused_wait``: set once a wait for the whole device was refused.
     """
 
     def __init__(self, cuda: LazyCuda) -> None:
@@ -96,8 +99,38 @@ class CudaStandIn(TorchDispatchMode):
         self.underway: set[Any] = set()
         self.host_underway: set[Any] = set()
         self.captures = self.replays = self.handles = 0
-        self.tape: list[tuple[Any, Any, Any, Any]] | None = None
-        self.is_broken = False
+        self.capturing: list[Graph] = []
+        self.refused_wait = threading.Event()
+        self._threads = threading.local()
+
+    @property
+    def capture(self) -> Graph | None:
+        """The graph that this thread captures."""
+        found: Graph | None = getattr(self._threads, "capture", None)
+        return found
+
+    @capture.setter
+    def capture(self, graph: Graph | None) -> None:
+        self._threads.capture = graph
+
+    def synchronize(self, *_: object) -> None:
+        """Wait for the whole device: not while any of its streams captures, and those captures are broken then."""
+        for each in self.capturing:
+            each.is_broken = True
+        if self.capturing:
+            self.refused_wait.set()
+            raise RuntimeError(REFUSED)
+
+    def empty_cache(self) -> None:
+        """Give memory back, which torch's allocator takes for a fault of its own while anything is captured."""
+        if self.capturing:
+            raise RuntimeError("captures_underway.empty() INTERNAL ASSERT FAILED")
+
+    @contextmanager
+    def enter_thread(self) -> Iterator[None]:
+        """Have this thread, too, compute with the stand-in: modes of torch are a thread's own."""
+        with _Bindings(self), self:
+            yield
 
     @property
     def current(self) -> LazyStream:
@@ -110,8 +143,8 @@ class CudaStandIn(TorchDispatchMode):
 
     def break_capture(self) -> None:
         """Refuse an operation that no look before the capture has seen."""
-        if self.tape is not None:
-            self.is_broken = True
+        if self.capture is not None:
+            self.capture.is_broken = True
             raise RuntimeError(REFUSED)
 
     def wait(self, name: str) -> None:
@@ -126,7 +159,7 @@ class CudaStandIn(TorchDispatchMode):
                 made = func.decompose(*args, **kwargs)
             if made is not NotImplemented:
                 return made
-        if self.is_broken and self.tape is not None:
+        if self.capture is not None and self.capture.is_broken:
             raise RuntimeError(BROKEN)
         tensors = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
         is_there = any(isinstance(each, DeviceTensor) for each in tensors)
@@ -161,8 +194,8 @@ class CudaStandIn(TorchDispatchMode):
             kwargs["device"] = torch.device("cpu")
         bare, named = tree_map(_unwrap, (args, kwargs))
         made = func(*bare, **named)
-        if self.tape is not None:
-            self.tape.append((func, bare, named, made))
+        if self.capture is not None:
+            self.capture.tape.append((func, bare, named, made))
         if to_host:
             return made
 
@@ -191,28 +224,30 @@ class Graph:
 
     def __init__(self, device: CudaStandIn) -> None:
         self._device = device
-        self._tape: list[tuple[Any, Any, Any, Any]] = []
+        self.tape: list[tuple[Any, Any, Any, Any]] = []
+        self.is_broken = False
 
     def capture_begin(self, pool: Any, **further: Any) -> None:
         if pool in self._device.underway | self._device.host_underway:
             raise RuntimeError("beginAllocateToPool: already recording to mempool_id")
         self._device.underway.add(pool)
         self._device.host_underway.add(pool)
-        self._pool, self._device.tape, self._device.is_broken = pool, [], False
+        self._pool, self._device.capture = pool, self
+        self._device.capturing.append(self)
         self._device.captures += 1
 
     def capture_end(self) -> None:
-        tape, self._device.tape = self._device.tape, None
-        if self._device.is_broken or tape is None:
+        self._device.capture = None
+        self._device.capturing.remove(self)
+        if self.is_broken:
             raise RuntimeError(BROKEN)
         self._device.underway.remove(self._pool)
         self._device.host_underway.remove(self._pool)
-        self._tape = tape
 
     def replay(self) -> None:
         self._device.replays += 1
         with torch.utils._python_dispatch._disable_current_modes(), torch.inference_mode():
-            for func, args, kwargs, before in self._tape:
+            for func, args, kwargs, before in self.tape:
                 for old, new in zip(tree_leaves(before), tree_leaves(func(*args, **kwargs)), strict=True):
                     if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
                         old.copy_(new)
@@ -236,27 +271,30 @@ def cuda_stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[CudaStandIn]:
         "graph_pool_handle": new_handle,
         "CUDAGraph": lambda: Graph(device),
         "mem_get_info": lambda *given: (8 << 30, 8 << 30),
+        "synchronize": device.synchronize,
+        "empty_cache": device.empty_cache,
     }
-    zero = ("synchronize", "empty_cache", "memory_reserved", "memory_allocated")
+    zero = ("memory_reserved", "memory_allocated")
     for name, part in parts.items() | {(name, lambda *given: 0) for name in zero}:
         monkeypatch.setattr(torch.cuda, name, part)
     below = {"_host_emptyCache": lambda: None, "_cuda_endAllocateToPool": end_allocate}
     for name, part in {**below, "_cuda_releasePool": lambda index, pool: None}.items():
         monkeypatch.setattr(torch._C, name, part, raising=False)
-    with _cuda_guard(), _Bindings(device), device:
+    with _cuda_guard(), device.enter_thread():
         yield device
 
 
 @contextmanager
 def _cuda_guard() -> Iterator[None]:
-    """Give torch's bindings a guard of CUDA devices where torch has none: the CPU's, which does nothing.
+    """Give torch's bindings the CPU's guard for CUDA devices, which does nothing, in place of none or of CUDA's own.
 
-    ``x[0]`` and ``copy_`` of a tensor on the GPU begin by making its device the current one.
+    ``x[0]`` and ``copy_`` of a tensor on the GPU begin by making its device the current one: a torch for CUDA would
+    look for a driver.
     """
     library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
     guards = (ctypes.c_void_p * 2).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
     before = guards[1]
-    guards[1] = before or guards[0]
+    guards[1] = guards[0]
     try:
         yield
     finally:

@@ -12,7 +12,7 @@ MEDIA_TOKENS = ("<img>", "</img>", "<IMG_CONTEXT>", "<quad>", "</quad>", "<ref>"
 BYTE_LEVEL = ("qwen2", "qwen3", "qwen3_moe", "llama")
 _WORDS = ["the", "picture", "describe", "what", "is", "in", "this", "image", "a", "cat", "two", "three", "short"]
 _WORDS += ["words", "of", "answer", "and"]
-_NORMAL, _UNKNOWN, _CONTROL, _OWN, _BYTE = 1, 2, 3, 4, 6  # types of pieces
+NORMAL, UNKNOWN, CONTROL, OWN, BYTE = 1, 2, 3, 4, 6  # types of pieces
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,12 @@ def write_sentencepiece(folder: Path, *, prefix: bool = False, added: bool = Tru
 
     ``prefix`` (False): the model puts a space before each text. ``added`` (True): the file names tokens by their id.
     """
-    pieces = [("<unk>", _UNKNOWN), ("<s>", _CONTROL), ("</s>", _CONTROL)]
-    pieces += [(f"<0x{number:02X}>", _BYTE) for number in range(256)]
-    pieces += [(piece, _NORMAL) for piece in _pieces_of_words("▁")]
+    pieces = [("<unk>", UNKNOWN), ("<s>", CONTROL), ("</s>", CONTROL)]
+    pieces += [(f"<0x{number:02X}>", BYTE) for number in range(256)]
+    pieces += [(piece, NORMAL) for piece in pieces_of_words("▁")]
     first = len(pieces)
-    pieces += [(f"[UNUSED_TOKEN_{number}]", _OWN) for number in range(3)]
-    _write_model(folder / "tokenizer.model", pieces, prefix)
+    pieces += [(f"[UNUSED_TOKEN_{number}]", OWN) for number in range(3)]
+    write_model(folder / "tokenizer.model", pieces, prefix)
     chat = {first: "<|im_end|>", first + 1: "<|im_start|>"}
     behind = dict(enumerate(MEDIA_TOKENS, len(pieces)))
     named = {0: "<unk>", 1: "<s>", 2: "</s>", **chat, **behind}
@@ -51,23 +51,23 @@ def write_sentencepiece(folder: Path, *, prefix: bool = False, added: bool = Tru
         "additional_special_tokens": [*chat.values(), *MEDIA_TOKENS],
     }
     if added:
-        config["added_tokens_decoder"] = {str(number): _describe(text) for number, text in named.items()}
+        config["added_tokens_decoder"] = {str(number): describe_token(text) for number, text in named.items()}
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2))
     beside = {text: number for number, text in named.items() if number > 2}
     (folder / "added_tokens.json").write_text(json.dumps(beside))
     return Tokens(len(pieces) + len(MEDIA_TOKENS), first, 1, 2)
 
 
-def _describe(text: str) -> dict[str, Any]:
+def describe_token(text: str) -> dict[str, Any]:
     plain = dict.fromkeys(("lstrip", "normalized", "rstrip", "single_word"), False)
     return {"content": text, "special": True, **plain}
 
 
-def _write_model(path: Path, pieces: list[tuple[str, int]], prefix: bool) -> None:
+def write_model(path: Path, pieces: list[tuple[str, int]], prefix: bool) -> None:
     protocol = import_module("sentencepiece.sentencepiece_model_pb2")
     model = protocol.ModelProto()
     for number, (text, kind) in enumerate(pieces):
-        model.pieces.add(piece=text, score=-float(max(0, number - 258)) if kind == _NORMAL else 0.0, type=kind)
+        model.pieces.add(piece=text, score=-float(max(0, number - 258)) if kind == NORMAL else 0.0, type=kind)
     model.trainer_spec.model_type = 2  # pairs of bytes
     model.trainer_spec.byte_fallback = True
     model.trainer_spec.vocab_size = len(pieces)
@@ -77,7 +77,7 @@ def _write_model(path: Path, pieces: list[tuple[str, int]], prefix: bool) -> Non
     path.write_bytes(model.SerializeToString())
 
 
-def _pieces_of_words(space: str) -> list[str]:
+def pieces_of_words(space: str) -> list[str]:
     """List pieces, the most common first: whole words grow letter by letter, so that each is made of two others."""
     grown = [word[:end] for size in range(2, 9) for word in _spaced(space) for end in [size] if len(word) >= size]
     letters = sorted({*"abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789.,:!?-\n'\"你好", space})
@@ -98,7 +98,7 @@ def write_byte_level(folder: Path, text: str) -> Tokens:
     names = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", *MEDIA_TOKENS)
     added = dict(enumerate(names, len(vocabulary)))
     first, end = len(vocabulary), len(vocabulary)
-    described = {str(number): _describe(name) for number, name in added.items()}
+    described = {str(number): describe_token(name) for number, name in added.items()}
     config: dict[str, Any] = {"added_tokens_decoder": described, "model_max_length": 8192, "eos_token": names[0]}
     if text == "llama":
         _write_one_file(folder, vocabulary, merges, added)

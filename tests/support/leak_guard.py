@@ -36,7 +36,7 @@ def _threads() -> set[str]:
 
 
 def _descriptors() -> set[str]:
-    found, kept = set(), _of_python() | _of_waiting_launchers()
+    found, kept = set(), _of_python() | _of_waiting_launchers() | _of_lifeline()
     for number in os.listdir("/proc/self/fd") if os.path.isdir("/proc/self/fd") else ():
         try:
             target = os.readlink(f"/proc/self/fd/{number}")
@@ -65,6 +65,12 @@ def _of_waiting_launchers() -> set[int | None]:
         with suppress(ValueError):  # it ends just now
             found |= {each._process.stdin.fileno(), each._process.stdout.fileno()}
     return found
+
+
+def _of_lifeline() -> set[int]:
+    """Return the pipe by which the kernel ends what the program has started, made once."""
+    module: Any = sys.modules.get("trinity.errors.parent_process")
+    return set(module._lifeline) if module is not None else set()
 
 
 def snapshot() -> Mark:

@@ -6,6 +6,7 @@ from trinity.testing.virtual import VirtualCluster
 
 TYPED = {
     "PoisonRequest",
+    "BadMedia",
     "StageError",
     "RequestTooLarge",
     "Overloaded",

@@ -23,6 +23,7 @@ from trinity.instance import Instance
 from trinity.pipeline import Pipeline
 from trinity.remote.channel import Address, connect
 from trinity.remote.fork_client import Launcher
+from trinity.remote.supply import InstanceProcess
 from trinity.remote.tls import TLSConfig
 from trinity.remote.wire import Hello, encode
 from trinity.request import Output, Request, Sampling
@@ -56,8 +57,11 @@ class ByHand:
     """One such instance: where it listens, and its process."""
 
     address: Address
-    process: int
-    exit_code: asyncio.Future[int]
+    life: InstanceProcess
+
+    @property
+    def process(self) -> int:
+        return self.life.number
 
     def instance(self, roles: str, name: str = "", **named: Any) -> Instance:
         return Instance(roles, name, address=str(self.address), pools=POOLS, **named)
@@ -65,7 +69,7 @@ class ByHand:
     async def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
         with suppress(ProcessLookupError):
             os.kill(self.process, number)
-        await asyncio.wait_for(asyncio.shield(self.exit_code), LIVENESS_S)
+        await asyncio.wait_for(self.life.wait(), LIVENESS_S)
 
     def descriptors(self) -> list[str]:
         return descriptors(self.process)
@@ -105,13 +109,13 @@ async def started(
     launcher: Launcher, address: Address, model: str | None = None, tls: TLSConfig | None = None
 ) -> ByHand:
     known = str(checkpoint("llava")) if model is None else model
-    process, gone = await launcher.launch(address, SECRET.encode(), known, once=False, tls=tls)
+    life = await launcher.launch(address, SECRET.encode(), known, once=False, tls=tls)
     async with asyncio.timeout(LIVENESS_S):
         while True:
             with suppress(TransportError):
                 channel = await connect(address, SECRET.encode(), encode(Hello("test")), tls=tls)
                 await channel.aclose()
-                one = ByHand(address, process, gone)
+                one = ByHand(address, life)
                 while one.descriptors().count("socket") > IDLE_SOCKETS:
                     await asyncio.sleep(0.01)
                 return one

@@ -16,13 +16,10 @@ from trinity.remote.supervisor_messages import (
     CloseAll,
     Down,
     Ended,
-    EndLauncher,
     Event,
     Fence,
     Introduce,
     Launch,
-    LauncherGone,
-    LauncherStuck,
     Leaving,
     Linked,
     Loaded,
@@ -33,7 +30,6 @@ from trinity.remote.supervisor_messages import (
     Quiet,
     Removed,
     Separate,
-    StartLauncher,
     Suspect,
     Unlinked,
     Up,
@@ -48,7 +44,6 @@ class Process:
     """One life: what it knows, and what was sent to it that it has not read. ``waits``: it has no pool yet."""
 
     life: Life
-    launcher: int
     alive: bool = True
     frozen: bool = False
     waits: bool = False
@@ -68,11 +63,11 @@ class World:
 
     def __init__(self, names: str, seed: int, by_hand: str = "", silence_s: float = 20.0) -> None:
         self.core = SupervisorCore(list(names), list(by_hand), silence_s)
-        self.draw = random.Random(seed)
+        self.draw, self.by_hand = random.Random(seed), by_hand
         self.now, self.steps = 0.0, 0
         self._order, self._queue = count(), list[tuple[float, int, Callable[[], None]]]()
         self.processes: dict[Life, Process] = {}
-        self.launchers: dict[int, str] = {}  # "alive", "frozen" or "dead"
+        self.launcher = "alive"  # or "frozen", "dead": until the next launch notices
         self.up: dict[str, int] = {}
         self.told: list[Event] = []
         self._tick_at: float | None = None
@@ -118,12 +113,7 @@ class World:
     # ------------------------------------------------------------ commands
 
     def _carry_out(self, command: Event) -> None:
-        if isinstance(command, StartLauncher):
-            assert all(state != "alive" for state in self.launchers.values()), "two launchers at once"
-            self.launchers[command.number] = "alive"
-        elif isinstance(command, EndLauncher):
-            self.end_launcher(command.number)
-        elif isinstance(command, Launch):
+        if isinstance(command, Launch):
             self._launch(command)
         elif isinstance(command, Proceed):
             self._proceed((command.name, command.epoch))
@@ -139,18 +129,19 @@ class World:
         assert not self.core.closing
         assert life not in self.processes, f"{life} twice"
         self._check_alone(life, command.waits)
-        process = self.processes[life] = Process(life, command.launcher, waits=command.waits)
-        state = self.launchers.get(command.launcher, "alive") if command.launcher else "alive"
-        if state != "alive":
+        process = self.processes[life] = Process(life, waits=command.waits)
+        if self.launcher != "alive" and life[0] not in self.by_hand:
             process.alive = False
-            if state == "dead":
-                self.soon(lambda: self.tell(Lost(*life, "no launcher")))
-            else:
-                self.later(STUCK_S, lambda: self.tell(LauncherStuck(command.launcher)))
+            self.later(STUCK_S if self.launcher == "frozen" else 0.0, lambda: self._replace_launcher(life))
             return
         process.heard = self.now
         self.later(HEARTBEAT_S, lambda: self._beat(process))
         self.later(self.draw.uniform(0.1, LOAD_S), lambda: self._does(process, lambda: self._load(process)))
+
+    def _replace_launcher(self, life: Life) -> None:
+        """Have a launch fail by its launcher, which is replaced then."""
+        self.launcher = "alive"
+        self.tell(Lost(*life, "no launcher"))
 
     def _check_alone(self, life: Life, waits: bool) -> None:
         """Check that what has pools has them alone, and that one waits at most, beside those that are being ended."""
@@ -278,18 +269,12 @@ class World:
             for do in unread:
                 self._does(process, do)
 
-    def end_launcher(self, number: int) -> None:
-        """Kill a launcher, and with it what it started."""
-        if self.launchers.get(number) in ("alive", "frozen"):
-            self.launchers[number] = "dead"
-            for process in self.processes.values():
-                if process.launcher == number:
-                    self.strike(process.life)
-            self.soon(lambda: self.tell(LauncherGone(number)))
+    def end_launcher(self) -> None:
+        """Kill the launcher: what it has started lives on, and launches fail until there is another."""
+        self.launcher = "dead"
 
     def hold_launcher(self) -> None:
-        if self.launchers.get(self.core.launcher) == "alive":
-            self.launchers[self.core.launcher] = "frozen"
+        self.launcher = "frozen"
 
     def life(self, name: str) -> Life:
         return (name, self.core.members[name].epoch)

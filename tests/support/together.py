@@ -43,7 +43,15 @@ from trinity.core.messages import (
 )
 from trinity.testing.virtual import Faults, VirtualCluster
 
-TYPED = {"StageError", "RequestTooLarge", "Overloaded", "MigrationError", "DeadlineExceeded", "RequestError"}
+TYPED = {
+    "BadMedia",
+    "StageError",
+    "RequestTooLarge",
+    "Overloaded",
+    "MigrationError",
+    "DeadlineExceeded",
+    "RequestError",
+}
 DELICATE: tuple[type[Value], ...] = (
     *(Offer, Ready, Caught, Commit, Release, Moved, NotMoved, Submit, Emit, Finished, Fetch, Helped),
     *(PeerEmpty, PeerReserved),

@@ -48,3 +48,40 @@ def write_sound() -> bytes:
         output.mux(stream.encode(frame))
         output.mux(stream.encode())
     return file.getvalue()
+
+
+VIDEO_CODECS: tuple[tuple[str, str], ...] = (
+    ("libx264", "mp4"), ("libx264", "matroska"), ("libx264", "flv"), ("libx265", "mp4"), ("libvpx", "webm"),
+    ("libvpx-vp9", "webm"), ("libsvtav1", "mp4"), ("mpeg4", "avi"), ("mpeg4", "mov"), ("mpeg2video", "mpeg"),
+    ("mpeg2video", "mpegts"), ("mpeg1video", "mpeg"), ("mjpeg", "avi"), ("mjpeg", "mov"), ("ffv1", "matroska"),
+    ("prores", "mov"), ("flv", "flv"),
+)  # fmt: skip
+"""FFmpeg's encoders and containers."""
+
+_OPTIONS = {
+    "libx264": {"preset": "veryfast"}, "libx265": {"preset": "ultrafast", "x265-params": "log-level=none"},
+    "libvpx": {"deadline": "realtime", "cpu-used": "8"}, "libvpx-vp9": {"deadline": "realtime", "cpu-used": "8"},
+    "libsvtav1": {"preset": "12"},
+}  # fmt: skip
+_PIXELS = {"mjpeg": "yuvj420p", "prores": "yuv422p10le"}
+
+
+def encode_video(codec: str, container: str, count: int, width: int, height: int, kind: str = "moving") -> bytes:
+    """Encode so many frames of a kind: "moving" waves, "noise" or "flat"."""
+    import av
+
+    file, noise = io.BytesIO(), np.random.default_rng(1)
+    rows, columns = np.mgrid[0:height, 0:width]
+    with av.open(file, "w", format=container) as output:
+        stream: Any = output.add_stream(codec, rate=25)
+        stream.width, stream.height, stream.pix_fmt = width, height, _PIXELS.get(codec, "yuv420p")
+        stream.options = _OPTIONS.get(codec, {})
+        for number in range(count):
+            if kind == "noise":
+                frame = noise.integers(0, 256, (height, width, 3), dtype=np.uint8)
+            else:
+                waves = np.sin((columns + 3 * number) / 37 + rows / 23) * (80 if kind == "moving" else 0)
+                frame = np.repeat((128 + waves).astype(np.uint8)[:, :, None], 3, axis=2)
+            output.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
+        output.mux(stream.encode())
+    return file.getvalue()

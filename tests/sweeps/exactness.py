@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import base64
+import io
 import json
 import random
 import shutil
@@ -20,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -30,7 +32,18 @@ REQUESTS = 24  # of one pipeline
 PLACEMENTS = ("EPD", "2EPD", "EP+D", "ED+P", "PD+E", "1E1P1D", "2E1P2D", "2ED1P", "1E2PD", "1EP1ED1PD")
 TEXT_PLACEMENTS = ("PD", "2PD", "1P1D", "2P1D", "1P2D")
 WORDS = ("cats", "of", "a", "river", "says", "that", "nobody", "knows", "why", "green", "seven", "moons", "at", "night")
-MODES = ("RGB", "RGB", "RGBA", "LA", "L", "P", "I;16", "1", "CMYK")  # of a picture
+MODES = ("RGB", "RGB", "RGB key", "RGBA", "LA", "L", "L key", "P key", "P alphas", "I;16", "1", "CMYK")  # of a picture
+FORMS = ("path", "bytes", "data URI", "object")  # of its source
+TURNS: dict[int, Callable[[Any], Any]] = {  # what an EXIF orientation asks a viewer to do
+    1: lambda rows: rows,
+    2: lambda rows: rows[:, ::-1],
+    3: lambda rows: rows[::-1, ::-1],
+    4: lambda rows: rows[::-1],
+    5: lambda rows: rows.swapaxes(0, 1),
+    6: lambda rows: rows[::-1].swapaxes(0, 1),
+    7: lambda rows: rows[::-1, ::-1].swapaxes(0, 1),
+    8: lambda rows: rows[:, ::-1].swapaxes(0, 1),
+}
 
 
 @dataclass
@@ -45,8 +58,16 @@ class Tally:
 
 
 @dataclass(frozen=True)
+class Picture:
+    """An image as a request has it, and ``shown``, the RGB image that a viewer shows of it."""
+
+    source: Any
+    shown: Any
+
+
+@dataclass(frozen=True)
 class Chat:
-    """One request: ``messages`` with their images inside (PIL's, or paths), and the tokens asked for."""
+    """One request: ``messages`` with a ``Picture`` in each image part, and the tokens asked for."""
 
     messages: list[dict[str, Any]]
     max_tokens: int
@@ -87,33 +108,80 @@ def draw_checkpoint(name: str, folder: Path, rng: random.Random) -> Path:
     return directory
 
 
-def draw_image(rng: random.Random, folder: Path) -> Any:
-    """Draw a picture of a random mode and size: an image of PIL's, or a file of it, turned by its EXIF data or not.
+def draw_picture(rng: random.Random, folder: Path) -> Picture:
+    """Draw a picture of a random mode, size and orientation, as a file, bytes, a data: URI, an object or an array.
 
     Few seeds, so that pictures come again: with the same pixels, or with those and another transparency.
     """
-    import numpy as np
     from PIL import Image
 
     size, mode = (rng.choice((28, 56, 60, 97, 130)), rng.choice((28, 56, 75, 112))), rng.choice(MODES)
-    noise = np.random.default_rng(rng.randrange(3)).integers(0, 256, (size[1], size[0], 4), dtype=np.uint8)
-    if mode == "I;16":
-        image = Image.fromarray(noise[..., 0].astype(np.uint16) * 257)
-    elif mode == "P":
-        image = Image.fromarray(noise[..., :3]).quantize(16)
-        image.info["transparency"] = rng.randrange(16)
-    else:
-        image = Image.fromarray(noise, "RGBA").convert(mode)
-    if mode in ("L", "RGB") and rng.random() < 0.3:
-        image.info["transparency"] = 5 if mode == "L" else tuple(map(int, noise[0, 0, :3]))
-    if rng.random() < 0.5:
-        return image
-    path = folder / f"{rng.randrange(1 << 60)}.{'tiff' if mode == 'CMYK' else 'png'}"
+    stored, shown, saved = draw_samples(rng, mode, size)
+    if mode in ("RGB", "RGBA", "L", "I;16") and rng.random() < 0.2:
+        return Picture(stored, Image.fromarray(shown))
+    image = stored if isinstance(stored, Image.Image) else Image.fromarray(stored)
+    turn = 1 if mode == "CMYK" else rng.randint(1, 8)  # Pillow 13 garbles a TIFF of these that is turned by 90 degrees
     exif = Image.Exif()
-    if mode != "CMYK":  # Pillow 13 garbles a TIFF of these turned by 90 degrees if it has its name and not its bytes
-        exif[0x0112] = rng.randint(1, 8)  # orientation
-    image.save(path, exif=exif)
-    return str(path)
+    exif[0x0112] = turn
+    file = io.BytesIO()
+    image.save(file, "TIFF" if mode == "CMYK" else "PNG", exif=exif, **saved)
+    picture = Image.fromarray(TURNS[turn](shown).copy())
+    form = rng.choice(FORMS)
+    if form == "path":
+        path = folder / f"{rng.randrange(1 << 60)}.image"
+        path.write_bytes(file.getvalue())
+        return Picture(str(path), picture)
+    if form == "data URI":
+        return Picture(f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}", picture)
+    return Picture(file.getvalue() if form == "bytes" else Image.open(file), picture)
+
+
+def draw_samples(rng: random.Random, mode: str, size: tuple[int, int]) -> tuple[Any, Any, dict[str, Any]]:
+    """Draw an array, or an image of PIL's, with the colours that it shows [height, width, 3] and how to save it."""
+    import numpy as np
+    from PIL import Image
+
+    noise = np.random.default_rng(rng.randrange(3)).integers(0, 256, (size[1], size[0], 4), dtype=np.uint8)
+    if mode.startswith("P"):
+        palette, alphas = noise.reshape(-1, 4)[:16, :3], np.full((16, 1), 255, np.uint8)
+        chosen = rng.randrange(16)
+        alphas[chosen] = 0
+        if mode == "P alphas":
+            alphas = noise.reshape(-1, 4)[:16, 3:]
+        image = Image.fromarray(noise[..., 3] % 16).copy()
+        image.putpalette(palette.tobytes())
+        key = alphas.tobytes() if mode == "P alphas" else chosen
+        return image, lay_on_white(np.hstack([palette, alphas])[noise[..., 3] % 16]), {"transparency": key}
+    grey = noise[..., :1]
+    if mode == "I;16":
+        wide = grey[..., 0].astype(np.uint16) << 8 | noise[..., 1]
+        return wide, grey.repeat(3, 2), {}
+    if mode == "1":
+        return Image.fromarray(noise[..., 0] > 127), np.where(grey > 127, 255, 0).astype(np.uint8).repeat(3, 2), {}
+    if mode == "CMYK":
+        image = Image.fromarray(noise, "CMYK")
+        return image, np.asarray(image.convert("RGB")), {}
+    if mode == "LA":
+        pair = noise[..., [0, 3]]
+        return Image.fromarray(pair, "LA"), lay_on_white(noise[..., [0, 0, 0, 3]]), {}
+    if mode == "RGBA":
+        return noise, lay_on_white(noise), {}
+    colours = grey.repeat(3, 2) if mode.startswith("L") else noise[..., :3].copy()
+    keyed = {}
+    stored = colours[..., 0] if mode.startswith("L") else colours
+    if mode.endswith("key"):
+        hidden = (colours == colours[0, 0]).all(2, keepdims=True)
+        keyed = {"transparency": int(colours[0, 0, 0]) if mode == "L key" else tuple(map(int, colours[0, 0]))}
+        return Image.fromarray(stored), np.where(hidden, np.uint8(255), colours), keyed
+    return stored, colours, keyed
+
+
+def lay_on_white(colours: Any) -> Any:
+    """Lay bytes [height, width, 4] on white, as transformers does."""
+    from PIL import Image
+    from transformers.image_transforms import convert_to_rgb
+
+    return convert_to_rgb(Image.fromarray(colours), return_numpy=True)
 
 
 def draw_chat(rng: random.Random, multimodal: bool, folder: Path) -> Chat:
@@ -126,7 +194,7 @@ def draw_chat(rng: random.Random, multimodal: bool, folder: Path) -> Chat:
         parts: list[dict[str, Any]] = [{"type": "text", "text": _words(rng)}]
         for _ in range(rng.randint(0, left)):
             left -= 1
-            parts.insert(rng.randint(0, len(parts)), {"type": "image", "image": draw_image(rng, folder)})
+            parts.insert(rng.randint(0, len(parts)), {"type": "image", "image": draw_picture(rng, folder)})
         messages.append({"role": "user", "content": parts})
     return Chat(messages, rng.randint(1, 20), rng.random() < 0.7, rng.random() * 0.3)
 
@@ -168,7 +236,7 @@ class Reference:
         import torch
 
         settings = {"tokenize": True, "return_dict": True, "return_tensors": "pt", "add_generation_prompt": True}
-        inputs = self.processor.apply_chat_template(list(map(_load_images, chat.messages)), **settings)
+        inputs = self.processor.apply_chat_template(list(map(_show_images, chat.messages)), **settings)
         more: dict[str, Any] = {"eos_token_id": None} if chat.ignore_eos else {}
         with torch.inference_mode():
             found = self.model.generate(
@@ -186,14 +254,9 @@ class Reference:
         return found.sequences[0, inputs["input_ids"].shape[1] :].tolist(), apart
 
 
-def _load_images(message: dict[str, Any]) -> dict[str, Any]:
-    """Give images of PIL's as files come to a processor: by ``load_image``, which drops their alpha.
-
-    A processor that gets an image of PIL's itself may put white behind it. trinity has one way for all sources.
-    """
-    from transformers.image_utils import load_image
-
-    parts = [{**part, "image": load_image(part["image"])} if "image" in part else part for part in message["content"]]
+def _show_images(message: dict[str, Any]) -> dict[str, Any]:
+    """Put what a viewer shows in the place of each picture."""
+    parts = [{**part, "image": part["image"].shown} if "image" in part else part for part in message["content"]]
     return {**message, "content": parts}
 
 
@@ -240,7 +303,7 @@ def split_images(messages: Sequence[dict[str, Any]]) -> tuple[list[dict[str, Any
     images: list[Any] = []
     bare = []
     for message in messages:
-        images += [part["image"] for part in message["content"] if part["type"] == "image"]
+        images += [part["image"].source for part in message["content"] if part["type"] == "image"]
         parts = [{"type": "image"} if part["type"] == "image" else part for part in message["content"]]
         bare.append({**message, "content": parts})
     return bare, images

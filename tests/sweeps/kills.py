@@ -46,10 +46,15 @@ KINDS = (
     "two killed apart",
     "killed and frozen",
     "launcher killed",
+    "launcher killed twice",
     "launcher frozen",
+    "launcher killed and one",
+    "launcher frozen and one",
 )
+LAUNCHER_ALONE = ("launcher killed", "launcher killed twice", "launcher frozen")  # which no request may notice
 MANY = FailurePolicy(recoveries=9)  # a strike may be two, and each instance is struck again soon
 SILENCE_S, STUMBLE_S, END_S, RECOVERY_S = 2.0, 1.0, 90.0, 5.0
+AFTER_S = 1.0  # for what a struck launcher might take with it to be noticed
 AT_ONCE = 12
 PER_PIPELINE = 10
 
@@ -63,11 +68,18 @@ class Tally:
     whole: int = 0
     survived: int = 0
     longest_gap_s: float = 0.0  # between two tokens of one that survived a loss
+    tokens: int = 0  # compared
+    beside_launchers: int = 0  # requests that ended while only the launcher was struck
+    launcher_gap_s: float = 0.0  # longest between two tokens of such
     failed: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
 
-    def note_whole(self, output: Output) -> None:
+    def note_whole(self, output: Output, kind: str) -> None:
         self.whole += 1
+        self.tokens += len(output.token_ids)
+        if kind in LAUNCHER_ALONE:
+            self.beside_launchers += 1
+            self.launcher_gap_s = max(self.launcher_gap_s, *output.itl_s, 0.0)
         if output.lives > 1:
             self.survived += 1
             self.longest_gap_s = max(self.longest_gap_s, output.ttft_s or 0.0, *output.itl_s)
@@ -82,6 +94,8 @@ class Tally:
             rows.append(f"{kind:30} {len(found):6} {sorted(found)[len(found) // 2]:9.2f} {max(found):10.2f}")
         survived = f"{self.survived} of them after losses, with gaps of up to {self.longest_gap_s:.1f} s"
         rows.append(f"{self.strikes} strikes; {self.whole} requests whole, {survived}; {dict(self.failed)}")
+        beside = f"{self.beside_launchers} ended while only the launcher was struck"
+        rows.append(f"{self.tokens} tokens compared; {beside}, with gaps of up to {self.launcher_gap_s:.1f} s")
         return "\n".join([*rows, *(f"WRONG: {each}" for each in self.wrong)])
 
 
@@ -111,7 +125,7 @@ class Traffic:
 
     def __init__(self, pipe: Pipeline, draw: random.Random, tally: Tally) -> None:
         self.pipe, self.draw, self.tally = pipe, draw, tally
-        self.ending = False
+        self.ending, self.kind = False, ""
         self._readers = [asyncio.ensure_future(self._ask()) for _ in range(AT_ONCE)]
 
     def request(self) -> EmulatedRequest:
@@ -127,7 +141,7 @@ class Traffic:
                 async with asyncio.timeout(END_S):
                     async with stream as tokens:
                         output = await tokens.collect()
-                self.tally.note_whole(output)
+                self.tally.note_whole(output, self.kind)
                 if output.token_ids != right(request):
                     self.tally.wrong.append(f"other tokens: {output}")
             except TimeoutError:
@@ -146,14 +160,14 @@ class Traffic:
 
 def send(process: int, number: signal.Signals) -> None:
     with suppress(ProcessLookupError):
-        os.kill(process, number)
+        if process:
+            os.kill(process, number)
 
 
 def launcher_of(pipe: Pipeline) -> Launcher | None:
     assert pipe._processes is not None
-    known = pipe._processes.forks.launchers.get(pipe._processes.core.launcher)
-    found = known.result() if known is not None and known.done() else None
-    return found[0] if found is not None else None
+    known = pipe._processes.forks.opening
+    return known.result()[0] if known is not None and known.done() and not known.exception() else None
 
 
 async def strike(pipe: Pipeline, kind: str, draw: random.Random) -> None:
@@ -161,9 +175,15 @@ async def strike(pipe: Pipeline, kind: str, draw: random.Random) -> None:
     processes = [member.process for member in pipe.processes.values()]
     one, two = draw.sample(processes, 2)
     launcher = launcher_of(pipe)
-    if kind.startswith("launcher") and launcher is not None:
-        send(launcher._process.pid, signal.SIGKILL if kind.endswith("killed") else signal.SIGSTOP)
-        send(one, signal.SIGKILL)
+    if kind.startswith("launcher"):
+        if launcher is not None:
+            send(launcher._process.pid, signal.SIGSTOP if "frozen" in kind else signal.SIGKILL)
+        if kind.endswith("twice"):
+            await asyncio.sleep(draw.uniform(0.0, 0.3))
+            launcher = launcher_of(pipe)
+            send(launcher._process.pid if launcher is not None else 0, signal.SIGKILL)
+        if kind.endswith("one"):
+            send(one, signal.SIGKILL)
     elif kind == "stumble":
         send(one, signal.SIGSTOP)
         await asyncio.sleep(STUMBLE_S)
@@ -208,13 +228,19 @@ async def strike_one_pipeline(scheme: str, kinds: Sequence[str], draw: random.Ra
             await asyncio.sleep(draw.uniform(0.1, 0.5))
             loading.longest()
             before, began = lives(pipe), time.monotonic()
+            traffic.kind = kind
             await strike(pipe, kind, draw)
             try:
                 async with asyncio.timeout(END_S):
-                    await recover(pipe, before, kind != "stumble")
+                    await recover(pipe, before, kind not in ("stumble", *LAUNCHER_ALONE))
             except TimeoutError:
                 tally.wrong.append(f"{kind} on {scheme}, {placement}: not recovered, {pipe.health}")
                 break
+            if kind in LAUNCHER_ALONE:
+                await asyncio.sleep(AFTER_S)
+                if lives(pipe) != before:
+                    tally.wrong.append(f"{kind} on {scheme}, {placement}: an instance was lost, {pipe.health}")
+            traffic.kind = ""
             took, loaded = time.monotonic() - began, loading.longest()
             tally.recoveries.setdefault(f"{scheme}: {kind}", []).append(took - loaded)
             print(

@@ -36,7 +36,8 @@ import msgspec
 from support import paths
 from support.checkpoint_files import checkpoint
 from support.pipeline_options import pipeline_options
-from sweeps.kills import lives, send
+from sweeps.kills import AFTER_S as WATCH_S
+from sweeps.kills import LAUNCHER_ALONE, launcher_of, lives, send
 from trinity.core.failure_policy import FailurePolicy
 from trinity.errors import ChangeRefused, ConfigError, MoveError, RequestError, TransportUnavailable
 from trinity.pipeline import Pipeline
@@ -46,7 +47,8 @@ from trinity.testing.oracle import Oracle
 
 PLACEMENTS = ("E+P+D", "EP+D", "ED+P", "EPD", "1E1P2D", "2EPD", "1EP2D")
 SCHEMES = ("shm", "nixl", "ucx")
-KINDS = ("kill", "kill", "kill", "freeze", "stumble", "switch")
+KINDS = ("kill", "kill", "kill", "freeze", "stumble", "switch", "launcher killed", "launcher frozen")
+STRIKES = {"launcher killed": signal.SIGKILL, "launcher frozen": signal.SIGSTOP}
 PHASES = ("before its first token", "amid its tokens")
 MOVES = ("hands a decode on", "is to have a decode")
 PHOTOS = sorted(paths.PHOTOS.glob("*.jpg"))
@@ -82,6 +84,7 @@ class Tally:
     struck: list[float] = field(default_factory=list)
     whole: int = 0
     survived: int = 0
+    tokens: int = 0  # compared
     failed: Counter[str] = field(default_factory=Counter)
     wrong: list[str] = field(default_factory=list)
     moves: Counter[str] = field(default_factory=Counter)  # by how they ended
@@ -89,8 +92,9 @@ class Tally:
     def note_whole(self, output: Output, kind: str) -> None:
         self.whole += 1
         self.served.append((time.monotonic(), len(output.token_ids)))
-        if output.lives > 1:
-            self.survived += 1
+        self.tokens += len(output.token_ids)
+        self.survived += output.lives > 1
+        if output.lives > 1 or kind in LAUNCHER_ALONE:
             self.gaps[kind].append(max(output.ttft_s or 0.0, *output.itl_s))
 
     def goodput(self) -> str:
@@ -121,6 +125,7 @@ class Tally:
         met = len({struck[2:] for struck in self.strikes})
         rows.append(f"{sum(self.strikes.values())} strikes, {met} of role x phase x placement; {self.whole} requests")
         rows[-1] += f" whole and exact, {self.survived} of them after losses; other ends: {dict(self.failed)}"
+        rows[-1] += f"; {self.tokens} tokens compared"
         return "\n".join([*rows, *(f"WRONG: {each}" for each in self.wrong)])
 
 
@@ -228,6 +233,10 @@ async def strike(pipe: Pipeline, kind: str, role: str, phase: str, draw: random.
     if kind == "switch":
         await switch_and_back(pipe, name)
         return met
+    launcher = launcher_of(pipe)
+    if kind in LAUNCHER_ALONE:
+        send(launcher._process.pid if launcher is not None else 0, STRIKES[kind])
+        return met
     victim = pipe.processes[name].process
     send(victim, signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
     if kind == "stumble":
@@ -248,7 +257,7 @@ async def switch_and_back(pipe: Pipeline, name: str) -> None:
 
 async def recover(pipe: Pipeline, before: dict[str, int], kind: str) -> None:
     """Wait until the loss was noticed, and every instance is up."""
-    while kind not in ("stumble", "switch") and lives(pipe) == before:
+    while kind not in ("stumble", "switch", *LAUNCHER_ALONE) and lives(pipe) == before:
         await asyncio.sleep(0.01)
     while {health.state for health in pipe.health.values()} != {"up"}:
         await asyncio.sleep(0.01)
@@ -277,6 +286,10 @@ async def strike_one_pipeline(
             except TimeoutError:
                 tally.wrong.append(f"{traffic.kind} on {scheme}, {placement}: not recovered, {pipe.health}")
                 break
+            if traffic.kind in LAUNCHER_ALONE:
+                await asyncio.sleep(WATCH_S)
+                if lives(pipe) != before:
+                    tally.wrong.append(f"{traffic.kind} on {scheme}, {placement}: an instance was lost, {pipe.health}")
             took = time.monotonic() - began
             print(f"  {sum(tally.strikes.values())} {scheme} {placement} {traffic.kind} {role}, {met}: {took:.2f} s")
         await traffic.end()

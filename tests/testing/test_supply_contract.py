@@ -11,9 +11,10 @@ import pytest
 
 from support.running_instances import SECRET, by_hand, tcp
 from trinity.errors import ConfigError
-from trinity.remote.fork_client import kept_launcher
+from trinity.remote.fork_client import Launcher, kept_launcher
 from trinity.remote.fork_supply import ForkSupply
 from trinity.remote.supply import AttachedSupply, InstanceOrder, InstancePlace, Supply
+from trinity.remote.warm_launchers import close_idle
 from trinity.testing import supply_contract
 from trinity.testing.supply_contract import INSTANCE_NAMES, check_supply
 
@@ -25,7 +26,6 @@ async def forking(folder: Path, kind: type[ForkSupply] = ForkSupply) -> AsyncIte
     own = folder / str(len(list(folder.iterdir())))  # who is killed holds its address for a moment
     own.mkdir()
     supply = kind(own)
-    supply.open_launcher(1, torch=False)
     try:
         yield supply
     finally:
@@ -55,9 +55,13 @@ async def test_an_attached_one_without_an_address_is_an_error_that_says_so() -> 
         await AttachedSupply({}).begin(InstanceOrder("D0", 0, "D", KEY))
 
 
-async def test_no_launcher_is_an_error_that_says_so(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="launcher of instance processes has ended"):
-        await ForkSupply(tmp_path).begin(InstanceOrder("D0", 0, "D", KEY))
+async def test_no_launcher_is_an_error_that_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    close_idle()
+    monkeypatch.setattr(Launcher, "program", ("-c", "pass"))
+    async with forking(tmp_path) as supply:
+        for _ in range(2):  # each starts another
+            with pytest.raises(ConfigError, match="launcher of instance processes has ended"):
+                await supply.begin(InstanceOrder("D0", 0, "D", KEY))
 
 
 # ---------------------------------------------------------------- broken ones
@@ -79,7 +83,7 @@ class Sweeping(ForkSupply):
     """Ends all with one."""
 
     async def end(self, name: str, epoch: int) -> None:
-        for life in list(self._processes):
+        for life in list(self._begun):
             await super().end(*life)
 
 

@@ -86,6 +86,32 @@ async def test_a_connector_reports_a_killed_peer(scheme: str) -> None:
         await connector.aclose()
 
 
+async def test_a_peer_that_came_back_under_its_name(scheme: str) -> None:
+    """What its former life lent is never read of the next one, which is read once it is introduced."""
+    connector = Connector(scheme, timeout_s=LIVENESS_S)
+    memory = pool(BLOCKS, BLOCK_BYTES)
+    connector.bind("D0", {"kv": memory})
+    async with lending(scheme, BLOCKS, BLOCK_BYTES) as former:
+        connector.introduce("P0", {"kv": former.descriptor})
+        assert (await connector.pull("D0", PULL)).failure is None
+        late = asyncio.ensure_future(connector.pull("D0", PULL))
+        former.process.kill()
+        await former.process.wait()
+        await asyncio.wait_for(late, LIVENESS_S)
+    async with lending(scheme, BLOCKS, BLOCK_BYTES) as again:
+        memory.tensor.fill_(EMPTY)
+        answer = await asyncio.wait_for(connector.pull("D0", PULL), LIVENESS_S)
+        assert answer.failure is not None
+        assert answer.failure.fields["cause"] == "PeerLost"
+        assert bool((memory.tensor == EMPTY).all())
+        connector.introduce("P0", {"kv": again.descriptor})
+        assert (await connector.pull("D0", PULL)).failure is None
+        assert torch.equal(memory.tensor[[3, 4]], lent(BLOCKS, BLOCK_BYTES)[[1, 2]])
+        connector.introduce("P0", {"kv": former.descriptor})  # a word of the former life that comes late
+        assert (await asyncio.wait_for(connector.pull("D0", PULL), LIVENESS_S)).failure is not None
+    await connector.aclose()
+
+
 @pytest.mark.parametrize("by_entry", [False, True], ids=["asked of the kernel", "read from /proc"])
 async def test_the_life_of_a_process(by_entry: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Over with its end, before anybody has waited for it; a process that has its number is another."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar, Unpack
 
@@ -14,7 +13,7 @@ import msgspec
 from trinity.bench.lookalike import Lookalikes
 from trinity.emulation.model import EmulatedModel, EmulatedRequest
 from trinity.emulation.processor import EmulatedProcessor
-from trinity.errors import ClosedError, ConfigError, RequestError, TraceError, TrinityError, TrinityWarning
+from trinity.errors import ClosedError, ConfigError, RequestError, TraceError, TrinityError, warn_caller
 from trinity.pipeline import Pipeline
 from trinity.pipeline.ended_requests import make_trace_row
 from trinity.pipeline.stream import Stream
@@ -124,12 +123,10 @@ def _report_lateness(served: Trace, late_s: float) -> None:
     late = [row.late_s or 0.0 for row in served]
     count = sum(each > late_s for each in late)
     if count:
-        warnings.warn(
+        warn_caller(
             f"the client sent {count} of {len(served)} requests more than {late_s:g} s after their arrival, the latest "
             f"by {max(late):.3f} s (row.late_s); latencies count from the arrival all the same. Give it a processor of "
             "its own, or replay at a lower rate",
-            TrinityWarning,
-            stacklevel=3,
         )
 
 

@@ -6,9 +6,11 @@ Holds numbers only; the memory is in ``trinity.memory.block_memory``. A block is
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 from hashlib import blake2b
+from heapq import heappop, heappush
 from itertools import chain, islice
 from typing import TYPE_CHECKING
 
@@ -19,16 +21,26 @@ if TYPE_CHECKING:
 
 Key = bytes
 DIGEST = 8  # bytes of a key by which others know it: one in 2^64 is mistaken, and then nothing is found there
+FEW_ENTRIES = 16  # of a heap that are not worth a look for those of runs that are gone
 _encode = msgspec.msgpack.Encoder().encode
 
 
 class FreeRuns:
-    """Free block numbers as maximal runs, so that consecutive blocks are handed out together."""
+    """Free block numbers as maximal runs, so that consecutive blocks are handed out together.
+
+    A piece costs a binary search for its length and a heap for its number: logarithmic in the count of runs. Lengths
+    that differ are few, since they add up to at most the pool: 362 of 65,536 blocks.
+    """
 
     def __init__(self, blocks: int) -> None:
-        self._end = {0: blocks} if blocks else {}
-        self._start = {blocks: 0} if blocks else {}
+        self._end: dict[int, int] = {}
+        self._start: dict[int, int] = {}
+        self._lengths: list[int] = []  # of runs, ascending, each once
+        self._same: dict[int, int] = {}  # count of runs by length
+        self._starts: dict[int, list[int]] = {}  # heaps by length; entries of runs that are gone stay for a while
         self.count = blocks
+        if blocks:
+            self._insert(0, blocks)
 
     def take(self, count: int) -> list[int]:
         """Take ``count`` blocks in as few runs as possible; the caller has checked that there are enough."""
@@ -68,28 +80,42 @@ class FreeRuns:
         self._insert(start, end)
         self.count += last - first
 
-    def __contains__(self, block: int) -> bool:
-        return block in self.blocks()
-
-    def blocks(self) -> set[int]:
-        """All free block numbers."""
-        return {block for start, end in self._end.items() for block in range(start, end)}
-
     def runs(self) -> list[tuple[int, int]]:
         """[start, end) of each, in order."""
         return sorted(self._end.items())
 
     def _best(self, count: int) -> tuple[int, int]:
-        fitting = [(end - start, start) for start, end in self._end.items() if end - start >= count]
-        _, start = min(fitting) if fitting else max((end - start, -start) for start, end in self._end.items())
-        start = abs(start)
-        return start, self._end[start]
+        """Find the shortest run of at least ``count`` blocks, or else the longest one; the first of several."""
+        at = bisect_left(self._lengths, count)
+        length = self._lengths[min(at, len(self._lengths) - 1)]
+        starts = self._starts[length]
+        while not self._is_run(starts[0], length):
+            heappop(starts)
+        return starts[0], starts[0] + length
+
+    def _is_run(self, start: int, length: int) -> bool:
+        return self._end.get(start) == start + length
 
     def _insert(self, start: int, end: int) -> None:
+        length = end - start
+        same = self._same.get(length, 0)
+        if not same:
+            insort(self._lengths, length)
+            self._starts[length] = [start]
+        else:
+            starts = self._starts[length]
+            if len(starts) > 2 * same + FEW_ENTRIES:  # most are of runs that are gone
+                starts[:] = sorted({each for each in starts if self._is_run(each, length)})
+            heappush(starts, start)
+        self._same[length] = same + 1
         self._end[start], self._start[end] = end, start
 
     def _remove(self, start: int, end: int) -> None:
+        length = end - start
         del self._end[start], self._start[end]
+        self._same[length] -= 1
+        if not self._same[length]:
+            del self._same[length], self._starts[length], self._lengths[bisect_left(self._lengths, length)]
 
 
 class BlockPool:
@@ -142,8 +168,7 @@ class BlockPool:
     def allocate(self, count: int) -> tuple[int, ...]:
         """Allocate ``count`` blocks with one reference each; the caller has checked ``fits``."""
         assert count <= self.available, f"pool {self.kind}: {count} blocks asked of {self.available}"
-        while self._free.count < count:
-            self._evict()
+        self._evict(count - self._free.count)
         blocks = self._free.take(count)
         for block in blocks:
             self._references[block] = 1
@@ -203,18 +228,19 @@ class BlockPool:
 
     def clear(self) -> None:
         """Forget all cached content."""
-        while self._cached:
-            self._evict()
+        self._evict(len(self._cached))
         self._block.clear()
         self._key.clear()
         self._changes += 1
 
-    def _evict(self) -> None:
-        block, _ = self._cached.popitem(last=False)
-        del self._block[self._key.pop(block)]
-        self._free.give((block,))
-        self.evictions += 1
-        self._changes += 1
+    def _evict(self, count: int) -> None:
+        """Free the ``count`` cached blocks that were used least recently; none below 1."""
+        gone = sorted(self._cached.popitem(last=False)[0] for _ in range(count))
+        for block in gone:
+            del self._block[self._key.pop(block)]
+        self._free.give(gone)  # in order, so that neighbours are merged before they become runs
+        self.evictions += len(gone)
+        self._changes += len(gone)
 
     def check(self) -> None:
         """Assert the invariants: every block is exactly one of free, cached and held."""

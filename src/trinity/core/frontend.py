@@ -37,9 +37,11 @@ from trinity.core.frontend_request import (
     FrontendRequest,
     Life,
     after_losses,
+    is_unfit,
     join_attempts,
     may_go_on,
     reason_for_reader,
+    refuse_unfit,
 )
 from trinity.core.life_names import LifeNames, check_owner, name_life
 from trinity.core.messages import (
@@ -69,7 +71,7 @@ from trinity.core.messages import (
 from trinity.core.peer_exit import PeerLeaving, PeerRemoved
 from trinity.core.routing import RoutingPolicy
 
-MAX_WAITING_BYTES = 4 << 30
+MAX_WAITING_BYTES = 1 << 30
 
 
 class FrontendCore(FrontendDeaths):
@@ -176,7 +178,7 @@ class FrontendCore(FrontendDeaths):
         while entry.delivered in entry.early:
             if not entry.delivered:
                 self.waiting -= 1
-                self._free_inputs(entry)
+            self._free_inputs(entry)
             sampled = entry.early.pop(entry.delivered)
             self._out.append(Deliver(entry.id, entry.delivered, sampled))
             entry.tokens.append(sampled.token)
@@ -318,15 +320,18 @@ class FrontendCore(FrontendDeaths):
         if finished is None or (not entry.aborted and entry.delivered < finished.count):
             return
         self._out += drop_move(entry)
-        if not entry.aborted and (entry.lost is not None or may_go_on(finished)):
+        again = is_unfit(finished) and not entry.unfit_at
+        if not entry.aborted and (entry.lost is not None or again or may_go_on(finished)):
             problem = self._go_on(entry, finished, now)
             if problem is None:
                 return
-            entry.finished = problem
+            finished = problem
+        entry.finished = refuse_unfit(finished)
         self._conclude(entry)
 
     def _go_on(self, entry: FrontendRequest, finished: Finished, now: float) -> Finished | None:
-        """Send a request on with its tokens so far: it was preempted where it cannot be recomputed, or lost.
+        """Send a request on with its tokens so far: it was preempted where it cannot be recomputed, or lost, or an
+        encoder could not take its media, which another one tries once more.
 
         Returns its end where it cannot go on, or has all its tokens, else None.
         """
@@ -336,6 +341,9 @@ class FrontendCore(FrontendDeaths):
             entry.next_attempt(now, entry.work.request)
         elif entry.said:
             return replace(finished, reason=entry.said, failure=None, count=entry.delivered)
+        elif entry.lost is None and is_unfit(finished):
+            entry.unfit_at = finished.route[-1] if finished.route else entry.holder
+            self._leave(entry, finished, now)
         else:
             waits, planned = self.failures.wait_s != 0, is_planned(entry.lost, self.router)
             pause_s = entry.count_loss(finished, waits, planned)
@@ -384,10 +392,6 @@ class FrontendCore(FrontendDeaths):
         self._leave_turns(entry)
         self.kept_bytes -= entry.kept_bytes
         del self.entries[entry.id], self.lives[entry.work.request]
-
-    def _free_inputs(self, entry: FrontendRequest) -> None:
-        self.waiting_bytes -= entry.input_bytes
-        entry.input_bytes = 0
 
     def _forget(self, request: str, attempt: int, route: Sequence[str]) -> None:
         self._out += [Send(name, Forget(request, attempt)) for name in filter(None, dict.fromkeys(route))]

@@ -16,11 +16,11 @@ from trinity.core.routing import RoutingPolicy
 
 
 class FrontendAdoption(FrontendDepartures):
-    """Part of ``FrontendCore``. ``waiting``: requests that have no token yet; ``waiting_bytes``: of their inputs."""
+    """Part of ``FrontendCore``. ``waiting``: requests that have no token yet."""
 
     def __init__(self, policy: RoutingPolicy, failures: FailurePolicy, spread: int = 1, name: str = FRONTEND) -> None:
         super().__init__(policy, failures, spread, name)
-        self.waiting_bytes = self.waiting = 0
+        self.waiting = 0
 
     def _adopt(self, event: Adopt, now: float) -> None:
         """Begin a life of it here. No queue is too long for it, which was let in once; its turn comes as after a loss.

@@ -23,6 +23,7 @@ class Prepared(Value, frozen=True):
     inputs: tuple[Any, ...] = ()
     contents: tuple[str, ...] = ()
     failure: Failure | None = None
+    input_bytes: int = 0
 
 
 class MoveRequest(Value, frozen=True):

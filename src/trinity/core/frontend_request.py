@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from trinity.core.failure_policy import FailurePolicy
 from trinity.core.frontend_events import FormerLife
-from trinity.core.messages import FRONTEND, NOWHERE, PREEMPTED, Failure, Finished, Sampled, Work
+from trinity.core.messages import FRONTEND, NOWHERE, PREEMPTED, UNFIT, Failure, Finished, Sampled, Work
 from trinity.core.resumption import Prefilled
 
 PASSED_TOKENS = 8  # more than its reader had: past what the lost instance was at, which may have been ahead of that
@@ -79,6 +79,7 @@ class FrontendRequest:
       former lives.
     - ``prefilled``: where its text was prefilled last, for an instance with D: it may still be cached there.
       ``blamed``: the instance of which another said, as it ended the life before, that it is lost; "" for none.
+    - ``unfit_at``: the instance where an encoder could not take its media the first time; "" for none.
     - ``was_prefilled``: in a life that was lost, as far as is known.
     - ``recomputing``: positions to prefill because a former life was lost; ``recomputed``: of lives that have ended.
     """
@@ -112,6 +113,7 @@ class FrontendRequest:
     former: tuple[FormerLife, ...] = ()
     prefilled: Prefilled | None = None
     blamed: str = ""
+    unfit_at: str = ""
     was_prefilled: bool = False
     recomputing: int = 0
     recomputed: int = 0
@@ -383,6 +385,19 @@ def may_go_on(finished: Finished) -> bool:
     """True for an end by no fault of the request: its blocks were lost on their way, or it was preempted."""
     why = finished.failure
     return finished.reason == PREEMPTED or (why is not None and why.error == "MigrationError" and not finished.cut)
+
+
+def is_unfit(finished: Finished) -> bool:
+    """True for an end because an encoder could not take the media of the request."""
+    return finished.failure is not None and UNFIT in finished.failure.fields
+
+
+def refuse_unfit(finished: Finished) -> Finished:
+    """The same end as an error of the media, where an encoder could not take them; they have been tried twice."""
+    why = finished.failure
+    if why is None or UNFIT not in why.fields:
+        return finished
+    return replace(finished, failure=Failure("BadMedia", why.fields[UNFIT]))
 
 
 def after_losses(finished: Finished, losses: int) -> Finished:

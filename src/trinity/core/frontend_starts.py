@@ -30,7 +30,8 @@ PREPARED_AT_ONCE = 8  # inputs that were not kept: each may be hundreds of MB
 class FrontendStarts(ABC):
     """Sends requests, and has them wait.
 
-    - ``kept_bytes``: of inputs that are kept for further lives.
+    - ``kept_bytes``: of inputs that are kept for further lives. ``waiting_bytes``: of those that an encoder is yet to
+      have, prepared once more or not.
     - ``entries``, ``lives``: requests by id, and by the name of their present life.
     - ``losses``: why each instance was lost last.
     - ``retries``: requests that go on after a loss, until they have a new token. ``preparations``: those whose inputs
@@ -44,7 +45,7 @@ class FrontendStarts(ABC):
         self.name, self.taken = name, 0
         self.router, self.failures, self.spread = Router(policy), failures, spread
         self.router.counts = spread > 1
-        self.kept_bytes = 0
+        self.kept_bytes = self.waiting_bytes = 0
         self.entries: dict[str, FrontendRequest] = {}
         self.lives: dict[str, FrontendRequest] = {}
         self.losses: dict[str, str] = {}
@@ -136,20 +137,20 @@ class FrontendStarts(ABC):
 
     def _send(self, entry: FrontendRequest, now: float) -> Failure | None:
         try:
-            first = self._find_cached(entry) or self.router.enter(entry.work)
+            first = self._find_cached(entry) or self.router.enter(entry.work, entry.unfit_at)
         except BadChoice as choice:
             return Failure("StageError", str(choice))
         assert first is not None
         life = Life(first, self.router.peers[first].epoch)
         sent = Submit(entry.work, entry.inputs, tokens=tuple(entry.tokens), target_epoch=life.epoch)
-        self._out += send_spread(self.router, first, sent, 1 if entry.row else self.spread)
+        self._out += send_spread(self.router, first, sent, 1 if entry.row or entry.unfit_at else self.spread)
         entry.enter(life, now, self.isolation.empty_places(entry))
         entry.inputs = () if entry.dropped else entry.inputs
         return None
 
     def _find_cached(self, entry: FrontendRequest) -> str | None:
         """Find who has most of a request that goes on, and need not compute it again; its work names who has more."""
-        if not entry.former or entry.work.encode_only:
+        if not entry.former or entry.work.encode_only or entry.unfit_at:
             return None
         first = find_cached(self.router, entry.work, entry.tokens, entry.prefilled, entry.blamed)
         entry.work, first = name_holder(self.router, entry.work, entry.tokens, first, entry.blamed)
@@ -159,9 +160,15 @@ class FrontendStarts(ABC):
         """Let it wait until an instance comes up, or for so long."""
         waited = entry.waits
         entry.wait(now, now + pause_s, self.failures.wait_s)
+        if entry.dropped and not entry.inputs:
+            self._free_inputs(entry)
         self._alarms.set(entry.retry_at, entry.id)
         if not waited:
             self._alarms.set(entry.gives_up_at, entry.id)
+
+    def _free_inputs(self, entry: FrontendRequest) -> None:
+        self.waiting_bytes -= entry.input_bytes
+        entry.input_bytes = 0
 
     def _try_again(self, entry: FrontendRequest, now: float) -> None:
         problem = None if entry.preparing else self._start(entry, now)
@@ -235,6 +242,9 @@ class FrontendStarts(ABC):
             return
         self.preparations.leave(entry.id)
         entry.inputs, entry.preparing, failure = event.inputs, False, event.failure
+        self._free_inputs(entry)
+        entry.input_bytes = event.input_bytes
+        self.waiting_bytes += event.input_bytes
         if failure is None and event.contents != tuple(span.content for span in entry.work.media):
             failure = Failure("BadMedia", "an instance was lost with the request, and its media are others by now")
         if failure is None:

@@ -33,6 +33,7 @@ from trinity.core.values import KV as KV
 from trinity.core.values import NOWHERE as NOWHERE
 from trinity.core.values import PREEMPTED as PREEMPTED
 from trinity.core.values import STATE as STATE
+from trinity.core.values import UNFIT as UNFIT
 from trinity.core.values import Failure as Failure
 from trinity.core.values import MediaSpan as MediaSpan
 from trinity.core.values import PeerEmpty as PeerEmpty
@@ -263,6 +264,7 @@ class PeerLoad(Value, frozen=True):
     - ``cached``: 8 bytes of the key of each cached block, by kind.
     - ``preemptions``: count since the start.
     - ``newest``: highest ``Work.number`` that it has had, where it has several front ends.
+    - ``running``: by lane, the number of the oldest step that is running.
     """
 
     name: str
@@ -274,6 +276,7 @@ class PeerLoad(Value, frozen=True):
     preemptions: int = 0
     newest: int = 0
     pull_s: tuple[float, float] | None = None
+    running: dict[str, int] = msgspec.field(default_factory=dict)
 
 
 class PeerDown(Value, frozen=True):

@@ -226,12 +226,16 @@ class Router:
         """True where instances with this stage were known and all of them are gone."""
         return not self.has(letter) and any(letter in peer.roles for peer in self.lost.values())
 
-    def choose(self, letter: str, work: Work) -> str | None:
+    def choose(self, letter: str, work: Work, but: str = "") -> str | None:
         """Name of the instance for stage ``letter``; None where none has both the stage and the blocks.
+
+        ``but`` (none): an instance that is chosen only where no other is left.
 
         Raises ``BadChoice``, as ``enter`` does.
         """
         peers = self._offered(letter, work)
+        if but:
+            peers = self.stage_peers([peer for peer in peers if peer.name != but] or peers)
         return self._chosen(letter, work, peers) if peers else None
 
     def _offered(self, letter: str, work: Work) -> StagePeers:
@@ -310,8 +314,11 @@ class Router:
         """True where the request may go to an instance with this stage now."""
         return bool(self._offered(letter, work))
 
-    def enter(self, work: Work) -> str | None:
-        """Name of the instance for the first stage: E where there are media, unless they need not be encoded."""
+    def enter(self, work: Work, but: str = "") -> str | None:
+        """Name of the instance for the first stage: E where there are media, unless they need not be encoded.
+
+        ``but``: as in ``choose``.
+        """
         if work.media and not work.encode_only and getattr(self.policy, "straight", False):
             peers = self._offered("P", work)
             having = peers.mask
@@ -319,7 +326,7 @@ class Router:
                 having = self.content.find_holders(peers, span, having)
             if having and not having & self._stage("E").mask:
                 return self._chosen("P", work, peers.select(having))
-        return self.choose("E" if work.media else "P", work)
+        return self.choose("E" if work.media else "P", work, but)
 
     def _chosen(self, letter: str, work: Work, peers: StagePeers) -> str:
         """Ask the policy. Raises ``BadChoice`` if that fails, or names another than one of ``peers``."""

@@ -17,6 +17,7 @@ class Value(msgspec.Struct, frozen=True, gc=False, tag=True):
 
 
 FRONTEND = "frontend"  # the name of the first front end: any other one has a colon and a word of its own behind it
+UNFIT = "unfit"  # field of a failure: what an encoder says of media that it cannot take
 PREEMPTED = "preempted"  # reason of the end of a request that must be recomputed elsewhere
 NOWHERE = "Nowhere"  # cause of a failure: no instance has the next stage just now, as far as this one knows
 VIDEO = "video"  # a kind of media whose items are groups of frames

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import warnings
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -12,8 +11,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from trinity.errors import ConfigError, TrinityWarning
-from trinity.errors.arguments import Whole, check_struct
+from trinity.errors import ConfigError, warn_caller
+from trinity.errors.arguments import KeywordsByName, Whole, check_struct
 from trinity.errors.cache_files import cache_folder, read_cached, write_cached
 
 CostCurve = tuple[tuple[int, float], ...]  # (count, seconds), ascending in both
@@ -24,7 +23,7 @@ _CONFIRMATIONS = 3  # fresh measurements, of which the median decides
 _TRIES = 2  # measurements of a count that is too slow: noise only ever adds time
 
 
-class StepCost(msgspec.Struct, frozen=True, kw_only=True):
+class StepCost(msgspec.Struct, metaclass=KeywordsByName, frozen=True, kw_only=True):
     """Cost model of a step, interpolated from measurements of each kind of row alone.
 
     Each curve has (count, seconds), ascending in both, as ``StepCost.from_samples`` makes them. A kind without a curve
@@ -38,9 +37,12 @@ class StepCost(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         for name, table in (("decodes", self.decodes), ("prefill", self.prefill), ("media", self.media)):
             pairs = zip(((0, 0.0), *table), table, strict=False)
-            if not all(m < n and s <= t < math.inf for (m, s), (n, t) in pairs):
+            wrong = next((at for at, ((m, s), (n, t)) in enumerate(pairs) if not (m < n and s <= t < math.inf)), None)
+            if wrong is not None:
+                count, seconds = table[wrong]
                 raise ConfigError(
-                    f"cost table {name!r} must ascend in count (from 1) and seconds; use StepCost.from_samples"
+                    f"cost table {name!r} must ascend in count (from 1) and seconds, and entry {wrong} has "
+                    f"({count!r}, {seconds!r}); use StepCost.from_samples"
                 )
 
     @classmethod
@@ -109,7 +111,7 @@ def _slope_beyond(table: CostCurve) -> float:
     return max(_slope(table[-2], table[-1]), _slope(table[0], table[-1]))
 
 
-class StepBudgets(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class StepBudgets(msgspec.Struct, metaclass=KeywordsByName, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Most work of one step, and the latency bound that this keeps.
 
     - ``token_budget`` (tokens, 2048): prefill tokens and decodes.
@@ -196,11 +198,9 @@ def _infeasible(search: _Search, low: int, warn: bool, interference: float) -> B
     seconds = search.median(low)
     feasible = seconds <= search.limit_s
     if warn and not feasible:
-        warnings.warn(
+        warn_caller(
             f"{low} item(s) a step take {seconds:.4g} s, above the bound of {search.limit_s:.4g} s: the budget is "
             f"still {low} and the SLO will be missed. Loosen the SLO, or use a faster device or smaller model.",
-            TrinityWarning,
-            stacklevel=3,
         )
     return BudgetResult(low, seconds, feasible, _samples_alone(search, interference))
 

@@ -11,13 +11,13 @@ from trinity.costs.engines import DEFAULT_ENGINE
 from trinity.costs.interconnects import INTERCONNECTS, Interconnect
 from trinity.costs.step_cost import Device, get_device
 from trinity.errors import ConfigError, PlacementError, UnknownName
-from trinity.errors.arguments import check_call, check_struct, check_value, show
+from trinity.errors.arguments import KeywordsByName, check_call, check_struct, check_value, show
 from trinity.placement import Placement
 
 MOST_DEVICES = 1 << 16  # of one kind
 
 
-class Cluster(msgspec.Struct, frozen=True, kw_only=True):
+class Cluster(msgspec.Struct, metaclass=KeywordsByName, frozen=True, kw_only=True):
     """Devices of a placement, one for each instance, in the order of ``placement.instances()``.
 
     devices: the devices, at least one.

@@ -9,9 +9,10 @@ import msgspec
 from trinity.core.scheduler import StepTime
 from trinity.costs.budgets import CostCurve, StepCost
 from trinity.errors import ConfigError
+from trinity.errors.arguments import KeywordsByName
 
 
-class LinearCost(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class LinearCost(msgspec.Struct, metaclass=KeywordsByName, frozen=True, kw_only=True, tag=True):
     """Linear cost model of a step. Raises ``ConfigError`` for negative costs.
 
     step_s (s, 0): each pass over the language model.

@@ -7,9 +7,10 @@ import msgspec
 from trinity.costs.layer_parts import ExpertShape, LatentShape
 from trinity.costs.media_tokens import WINDOW_FRAMES
 from trinity.errors import ConfigError
+from trinity.errors.arguments import KeywordsByName
 
 
-class LayerShape(msgspec.Struct, frozen=True, kw_only=True):
+class LayerShape(msgspec.Struct, metaclass=KeywordsByName, frozen=True, kw_only=True):
     """Shape of a stack of equal transformer layers.
 
     layers: layers.
@@ -78,7 +79,7 @@ class LayerShape(msgspec.Struct, frozen=True, kw_only=True):
         return self.latent.attended(self.heads) if self.latent else 2 * self.heads * self.head_dim
 
 
-class VisionShape(msgspec.Struct, frozen=True, kw_only=True):
+class VisionShape(msgspec.Struct, metaclass=KeywordsByName, frozen=True, kw_only=True):
     """Shape of an encoder, of images and frames or of audio, whose positions are patches here.
 
     layers: its transformer layers.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from contextlib import suppress
@@ -26,8 +27,9 @@ from trinity.costs.media_tokens import USUAL_S, WINDOW_FRAMES, AudioRule, MediaR
 from trinity.costs.model_shape import MODELS, LayerShape, ModelShape, VisionShape, get_model_shape
 from trinity.costs.state_config import read_states
 from trinity.errors import ConfigError, UnsupportedModel
+from trinity.errors.arguments import check_call, show
 from trinity.errors.files import read_regular_file
-from trinity.errors.hub_ids import locate_model
+from trinity.errors.hub_ids import explain_no_config, locate_model
 from trinity.errors.internvl_chat import convert_config, count_image, is_internvl_chat
 from trinity.traces.synthetic import VisualTokenRule
 
@@ -68,6 +70,7 @@ _MOST_TILES = 256  # of InternVL's, whose shapes are all tried
 _TYPICAL = (1024, 768)  # (width, height) in pixels of a typical image
 
 
+@check_call
 def find_model_shape(model: ModelShape | str | Path) -> ModelShape:
     """Return a shape as it is, one of ``MODELS`` by its name, or that of a checkpoint's folder or hub id.
 
@@ -81,6 +84,7 @@ def find_model_shape(model: ModelShape | str | Path) -> ModelShape:
     return get_model_shape(str(model))
 
 
+@check_call
 def read_model_shape(folder: str | Path) -> ModelShape:
     """Read the shape of a model from a checkpoint's folder, its ``config.json``, or the hub id of a cached one.
 
@@ -89,7 +93,9 @@ def read_model_shape(folder: str | Path) -> ModelShape:
     is unknown.
     """
     found = locate_model(folder)
-    path = found / "config.json" if found.is_dir() else found
+    path = found / "config.json" if os.path.isdir(found) else found
+    if not os.path.isfile(path) or path.suffix == ".gguf":
+        raise ConfigError(f"model {show(str(folder))} {explain_no_config(found)}")
     config = _read_json(path)
     beside = path.with_name("preprocessor_config.json")
     called = path.parent.resolve().name if found == Path(folder) else str(folder)  # a snapshot is called as its commit

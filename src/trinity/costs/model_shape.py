@@ -19,11 +19,12 @@ from trinity.costs.layer_shape import audio_worth, whisper_shape
 from trinity.costs.media_tokens import WINDOW_FRAMES, AudioRule, MediaRules, VideoRule
 from trinity.costs.pool_sizes import ModelMemory, size_pools
 from trinity.errors import UnknownName
+from trinity.errors.arguments import KeywordsByName
 from trinity.traces.media import TraceAudio, TraceVideo
 from trinity.traces.synthetic import VisualTokenRule
 
 
-class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
+class ModelShape(msgspec.Struct, metaclass=KeywordsByName, frozen=True, kw_only=True):
     """Shape of a model.
 
     name: name of the model.
@@ -59,6 +60,12 @@ class ModelShape(msgspec.Struct, frozen=True, kw_only=True):
     states: StateShape | None = None
     context: int = 4096
     source: str = ""
+
+    @property
+    def outline(self) -> str:
+        """Layers and widths in words, by which measured tables and plans find that they are of the same model."""
+        parts = {"language": self.language, **({"encoder": self.encoder.layers} if self.encoder else {})}
+        return ", ".join(f"{name} {each.layers} layers of {each.width}" for name, each in parts.items())
 
     @property
     def kv_bytes(self) -> int:

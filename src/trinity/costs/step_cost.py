@@ -19,13 +19,13 @@ from trinity.costs.budgets import StepCost
 from trinity.costs.engines import DEFAULT_ENGINE, ENGINES
 from trinity.costs.model_shape import ModelShape
 from trinity.errors import ConfigError, UnknownName
-from trinity.errors.arguments import Number, check_call, check_struct
+from trinity.errors.arguments import KeywordsByName, Number, check_call, check_struct
 from trinity.errors.files import read_regular_file, write_file
 
 _ACTIVATIONS = 18  # elements of activations moved for each token and unit of width of a layer (table 2: 8 + 10)
 
 
-class Device(msgspec.Struct, frozen=True, kw_only=True):
+class Device(msgspec.Struct, metaclass=KeywordsByName, frozen=True, kw_only=True):
     """An accelerator, as the roofline sees it. Raises ``ConfigError`` for values out of range.
 
     name: name of the device.
@@ -112,6 +112,7 @@ DEVICES: Mapping[str, Device] = {
 }
 
 
+@check_call
 def get_device(name: str, engine: str = DEFAULT_ENGINE) -> Device:
     """Get a device by its name in ``DEVICES``, with the overheads of an engine. Raises ``UnknownName``."""
     if name not in DEVICES:
@@ -146,7 +147,7 @@ class CostModel(Protocol):
         ...
 
 
-class Roofline(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+class Roofline(msgspec.Struct, metaclass=KeywordsByName, frozen=True, kw_only=True, tag=True):
     """Roofline cost model: a step's time from the model's shape and the device's figures.
 
     max(FLOP / reached FLOP/s, bytes / reached bytes/s) for the language pass and for the encode pass, each with its
@@ -256,12 +257,18 @@ PROFILE_TOKENS = (1, 64, 256, 1024)
 PROFILE_IMAGES = (1, 2, 4)
 
 
-class CostTables(msgspec.Struct, frozen=True, kw_only=True, tag="Tables"):  # the tag of saved files
+KINDS_OF_WORK = ("decodes", "prefill", "media")  # of a step; each has a curve in ``StepCost``
+
+
+class CostTables(
+    msgspec.Struct, metaclass=KeywordsByName, frozen=True, kw_only=True, tag="Tables"
+):  # the tag of saved files
     """Measured cost model of one device: a ``StepCost`` for each mean context (decodes) or prefix (prefills).
 
     Contexts are in tokens. Interpolates linearly between two contexts, and extrapolates from the last two, never below
     the last.
-    ``model``, ``device`` and ``dtype`` say what was measured, so that instances and plans can check that it is theirs.
+    ``model``, ``device`` and ``dtype`` say what was measured, ``shape`` (``ModelShape.outline``, "" where unknown) its
+    layers, so that instances and plans can check that it is theirs. Each second is above 0 and finite.
     Seconds are those of a step alone; ``interference`` (factor): how much longer a step takes beside the other lane of
     its instance, 1 where instances have one lane. ``context`` (tokens): assumed by ``seconds``. Raises ``ConfigError``.
     """
@@ -273,11 +280,23 @@ class CostTables(msgspec.Struct, frozen=True, kw_only=True, tag="Tables"):  # th
     costs: tuple[tuple[Number, StepCost], ...]
     context: float = 512
     interference: float = 1.0
+    shape: str = ""
 
     def __post_init__(self) -> None:
         contexts = [context for context, _ in self.costs]
-        if not contexts or contexts != sorted(set(contexts)):
-            raise ConfigError("measured tables need at least one context, in ascending order")
+        if not contexts or contexts != sorted(set(contexts)) or not 0 <= contexts[-1] < math.inf:
+            raise ConfigError("measured tables need at least one context, finite and in ascending order")
+        if not 0 <= self.context < math.inf:
+            raise ConfigError(f"context is a finite number of tokens, got {self.context!r}")
+        for index, (context, cost) in enumerate(self.costs):
+            for kind in KINDS_OF_WORK:
+                at = next((n for n, (_, seconds) in enumerate(getattr(cost, kind)) if not seconds > 0), None)
+                if at is not None:
+                    count, seconds = getattr(cost, kind)[at]
+                    raise ConfigError(
+                        f"costs[{index}].{kind}[{at}]: a step of {count} takes {seconds!r} s at context {context:g}, "
+                        "and a measured time is above 0: profile again"
+                    )
         if not 1 <= self.interference < math.inf:
             raise ConfigError(f"interference is at least 1, got {self.interference!r}")
 

@@ -27,7 +27,7 @@ from trinity.costs.model_shape import ModelShape
 from trinity.costs.step_cost import CostTables, Roofline
 from trinity.costs.visual_tokens import decode_rule, encode_rule, equal_tile_tokens
 from trinity.errors import ConfigError
-from trinity.errors.arguments import check_struct
+from trinity.errors.arguments import KeywordsByName, check_struct
 from trinity.memory.block_memory import BlockShape
 from trinity.memory.cache_config import KvDtype
 from trinity.request import Request
@@ -131,7 +131,7 @@ LLAVA_15_7B = EmulatedShape(
 )
 
 
-class EmulatedModel(msgspec.Struct, frozen=True, kw_only=True):
+class EmulatedModel(msgspec.Struct, metaclass=KeywordsByName, frozen=True, kw_only=True):
     """Emulated model, given to a ``Pipeline`` in place of a checkpoint; instance processes get it too.
 
     shape: dimensions of the model.

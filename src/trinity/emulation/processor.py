@@ -14,6 +14,7 @@ from trinity.emulation.model import EmulatedModel, EmulatedRequest
 from trinity.errors import BadMedia, ClosedError, ConfigError, RequestError, RequestTooLarge, own_errors
 from trinity.preprocess.generation_config import resolve_sampling
 from trinity.preprocess.media_limits import MediaLimits
+from trinity.preprocess.preparation_lanes import MOST_PREPARED_BYTES, SharedRoom
 from trinity.preprocess.processor import ProcessedRequest, RequestProcessor
 from trinity.request import Request, check_request
 from trinity.simulation.workload import HASH_TOKENS
@@ -42,7 +43,7 @@ class EmulatedProcessor(RequestProcessor):
 
     def __init__(self, model: EmulatedModel, *, limits: MediaLimits | None = None, strips: int = 1) -> None:
         self.model, self.limits, self.strips = model, limits or MediaLimits(), strips
-        self._closed = False
+        self._closed, self.room = False, SharedRoom(MOST_PREPARED_BYTES, self.limits.preprocess_timeout_s)
         self.model_type = f"emulated {model.shape.name}"
         self.context_length = model.shape.context
         self.tokenizer = EmulatedTokenizer()

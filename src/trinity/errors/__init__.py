@@ -32,11 +32,19 @@
 
 from __future__ import annotations
 
+import re
+import sys
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+LONGEST_SHOWN = 200  # characters of a wrong value in a message
+MOST_MESSAGE = 4000  # characters of a message
 DISTRIBUTION = "trinity-epd"  # on the package index, where `trinity` is another project
+
+
+_LONG_WORD = re.compile(rf"(\S{{{LONGEST_SHOWN - 3}}})\S{{4,}}")
 
 
 def pip_install(extra: str) -> str:
@@ -44,8 +52,31 @@ def pip_install(extra: str) -> str:
     return f"pip install '{DISTRIBUTION}[{extra}]'"
 
 
+def show(value: object) -> str:
+    """Show a wrong value in a message: its ``repr``, cut where it is long, or its type where that fails."""
+    try:
+        text = repr(value[: LONGEST_SHOWN + 1] if isinstance(value, str | bytes) else value)
+    except Exception:  # a foreign object's own, or an int of more digits than Python prints
+        return f"a {type(value).__name__}"
+    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}... ({type(value).__name__})"
+
+
+def shorten_message(text: str) -> str:
+    """Cut each word of a message that is longer than ``LONGEST_SHOWN``, and a message longer than ``MOST_MESSAGE``."""
+    if len(text) <= LONGEST_SHOWN:
+        return text
+    text = _LONG_WORD.sub(r"\1...", text[: 16 * MOST_MESSAGE])
+    return text if len(text) <= MOST_MESSAGE else f"{text[:MOST_MESSAGE]}..."
+
+
 class TrinityError(Exception):
-    """Base of every error that trinity raises on purpose. All can be pickled, to be passed between processes."""
+    """Base of every error that trinity raises on purpose. All can be pickled, to be passed between processes.
+
+    Whatever came from outside, a message is at most 4,000 characters long, and a word of it 200.
+    """
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*(shorten_message(each) if isinstance(each, str) else each for each in args))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _restore_error, (type(self), self.args), dict(self.__dict__)
@@ -68,7 +99,7 @@ class UnknownName(ConfigError):
 
     def __init__(self, what: str, name: str, known: Iterable[str], hint: str = "") -> None:
         listed = ", ".join(sorted(known)) or "none"
-        super().__init__(f"unknown {what} {name!r}; known: {listed}.{' ' + hint if hint else ''}")
+        super().__init__(f"unknown {what} {show(name)}; known: {listed}.{' ' + hint if hint else ''}")
         self.what, self.name = what, name
 
 
@@ -218,6 +249,14 @@ class ClosedError(TrinityError):
 
 class TrinityWarning(UserWarning):
     """Something does not run as asked, and what to change; not an error, since requests are still served."""
+
+
+def warn_caller(text: str) -> None:
+    """Warn with a ``TrinityWarning`` that points to the line outside trinity which led here, however deep it is."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and f"{frame.f_globals.get('__name__')}.".startswith("trinity."):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, TrinityWarning, stacklevel=level)
 
 
 def describe_error(error: BaseException, most: int = 1000) -> str:

@@ -7,6 +7,7 @@ The declared type is the rule: ``Annotated[int, Meta(ge=1)]`` says the bound as 
 from __future__ import annotations
 
 import contextlib
+import difflib
 import functools
 import inspect
 import math
@@ -21,7 +22,8 @@ from typing import Annotated, Any, Literal, ParamSpec, TypeVar, Union, get_args,
 
 import msgspec
 
-from trinity.errors import ConfigError, UnknownName
+from trinity.errors import LONGEST_SHOWN, ConfigError, UnknownName
+from trinity.errors import show as show
 
 T = TypeVar("T")
 Parameters = ParamSpec("Parameters")
@@ -46,7 +48,6 @@ InstanceName = Annotated[
         pattern=r"[A-Za-z0-9_.-]{0,40}", description="give up to 40 letters, digits, dots, dashes and underscores"
     ),
 ]
-LONGEST_SHOWN = 200  # characters of a wrong value in a message
 _INT64 = 1 << 63
 _BOUNDS: tuple[tuple[str, str, Callable[[Any, Any], bool]], ...] = (
     ("ge", "of at least", operator.ge),
@@ -65,7 +66,7 @@ class _Wrong(Exception):
 def check_arguments(kind: type[T]) -> type[T]:
     """Make a class's constructor check each argument against its annotation before anything else (a decorator).
 
-    The constructor raises ``ConfigError``. Names that are unknown or missing stay Python's own ``TypeError``.
+    The constructor raises ``ConfigError``, for names that are unknown or missing as well.
     """
     if issubclass(kind, msgspec.Struct):
         raise TypeError(f"{kind.__name__} is a Struct, whose constructor cannot be wrapped: use check_struct")
@@ -76,21 +77,63 @@ def check_arguments(kind: type[T]) -> type[T]:
 def check_call(function: Callable[Parameters, T]) -> Callable[Parameters, T]:
     """Make a function or method check each argument against its annotation before anything else (a decorator).
 
-    It raises ``ConfigError``. Names that are unknown or missing stay Python's own ``TypeError``.
+    It raises ``ConfigError``, for names that are unknown or missing as well.
     """
     signature = inspect.signature(function)
     listed = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    called = function.__qualname__.removesuffix(".__init__")
+    takes = [name for name, each in signature.parameters.items() if name != "self" and each.kind not in listed]
+    rest = next((name for name, each in signature.parameters.items() if each.kind is each.VAR_KEYWORD), "")
     checked = [name for name, each in signature.parameters.items() if each.kind not in listed]
 
     @functools.wraps(function)
     def checking(*args: Parameters.args, **kwargs: Parameters.kwargs) -> T:
-        bound, hints = signature.bind(*args, **kwargs), _hints(function)
+        try:
+            bound = signature.bind(*args, **kwargs)
+        except TypeError as error:
+            raise ConfigError(explain_call(called, kwargs, takes, error)) from None
+        hints = _hints(function)
+        if rest in hints and get_origin(hints[rest]) is typing.Unpack:  # further keywords, listed by a TypedDict
+            known = [*takes, *get_args(hints[rest])[0].__annotations__]
+            if not bound.arguments.get(rest, {}).keys() <= set(known):
+                raise ConfigError(explain_call(called, kwargs, known, TypeError()))
         for name in checked:
             if name in bound.arguments and name in hints:
                 bound.arguments[name] = check_value(name, bound.arguments[name], hints[name])
         return function(*bound.args, **bound.kwargs)
 
     return checking
+
+
+def explain_call(called: str, given: Iterable[str], known: Sequence[str], error: TypeError) -> str:
+    """Explain a call with an unknown keyword by the nearest known one, or any other wrong call by Python's words."""
+    unknown = next((name for name in given if name not in known), None)
+    if unknown is None:
+        return f"{called}(): {str(error)[:LONGEST_SHOWN]}; it takes {', '.join(known)}"
+    return f"{called}() has no keyword {show(unknown)}: {suggest_name(unknown, known)}it takes {', '.join(known)}"
+
+
+def suggest_name(wrong: str, known: Iterable[str]) -> str:
+    """Suggest the known name that is nearest to a wrong one, as "did you mean 'x'? "; "" where none is near."""
+    near = difflib.get_close_matches(wrong[:LONGEST_SHOWN], list(known), 1)
+    return f"did you mean {near[0]!r}? " if near else ""
+
+
+class KeywordsByName(msgspec.StructMeta):
+    """Makes a struct's constructor name an unknown or missing keyword (a metaclass, for structs that users make).
+
+    It raises the class's ``misuse``, ``ConfigError`` where it has none. Costs some microseconds a call, which
+    what msgspec decodes or copies does not pay.
+    """
+
+    if not typing.TYPE_CHECKING:  # checkers know the fields
+
+        def __call__(cls, *args: Any, **keywords: Any) -> Any:
+            try:
+                return msgspec.StructMeta.__call__(cls, *args, **keywords)
+            except TypeError as error:
+                text = explain_call(cls.__name__, keywords, cls.__struct_fields__, error)
+                raise getattr(cls, "misuse", ConfigError)(text) from None
 
 
 def check_struct(struct: msgspec.Struct) -> None:
@@ -120,7 +163,7 @@ def check_value(name: str, value: object, hint: Any) -> Any:
         pass
     known = _names_in(hint)
     if known and isinstance(value, str):
-        raise UnknownName(name, show(value).strip("'"), known)
+        raise UnknownName(name, value, known)
     advice = _advice(value, hint)
     raise ConfigError(f"{name} is {_words(hint)}, got {show(value)}{advice and f': {advice}'}")
 
@@ -162,15 +205,6 @@ def _classes_in(hint: Any, within: bool) -> Iterator[str]:
 
 def _is_protocol(kind: type) -> bool:
     return bool(getattr(kind, "_is_protocol", False))
-
-
-def show(value: object) -> str:
-    """Show a wrong value in a message: its ``repr``, cut where it is long, or its type where that fails."""
-    try:
-        text = repr(value)
-    except Exception:  # a foreign object's own, or an int of more digits than Python prints
-        return f"a {type(value).__name__}"
-    return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}... ({type(value).__name__})"
 
 
 def _names_in(hint: Any) -> tuple[str, ...]:
@@ -248,7 +282,11 @@ def plain_str(value: object) -> str:
     """Return a text as Python's own. Raises ``TypeError``, and ``UnicodeEncodeError`` for half a character."""
     if not isinstance(value, str):
         raise TypeError
-    return str.encode(value, "utf-8").decode()  # not the methods of a subclass
+    if type(value) is not str:
+        return str.encode(value, "utf-8").decode()  # not the methods of a subclass
+    if not value.isascii():  # most megabytes are: no copy of a picture's is made to look at it
+        value.encode()
+    return value
 
 
 def _path(value: Any) -> Path:

@@ -18,6 +18,7 @@ URGENT, PATIENT = -1, 0  # CUDA's stream priorities: the lower number runs first
 ENCODE_BYTES = 1 << 30  # working memory of an encoder on a GPU: a step's media are encoded in pieces that keep it
 _copy_streams: dict[int, Any] = {}
 _making = threading.Lock()
+_recording: dict[int, threading.RLock] = {}
 
 
 def gpu_number(device: object) -> int | None:
@@ -95,6 +96,24 @@ def wait_for_stream(stream: Any) -> None:
     ended: Any = cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # a thread that waits does not spin
     ended.record(stream)
     ended.synchronize()
+
+
+def lock_recording(device: object) -> threading.RLock:
+    """Return the lock of a GPU for CUDA graphs: hold it to record one, and for what no recording may meet.
+
+    While any stream of a device records, CUDA refuses a wait for the whole device and breaks that recording, and
+    torch's allocator refuses to give memory back. ``torch.cuda.graph`` does both as it begins. A thread may hold the
+    lock twice: finalizers that wait for a device run anywhere.
+    """
+    return _recording.setdefault(gpu_number(device) or 0, threading.RLock())
+
+
+def free_cached_memory(device: object) -> None:
+    """Give memory that torch keeps for a GPU back to it, while none of its streams records."""
+    from torch import cuda
+
+    with lock_recording(device):
+        cuda.empty_cache()
 
 
 def _copy_stream(number: int) -> Any:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import ctypes
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from math import inf
 
+_MMAP_THRESHOLD, _LARGE_BYTES = -3, 4 << 20  # glibc's name of the setting, in malloc.h, and what is large
 RELEASE_EVERY_S = 1.0  # between two returns: each takes some 2 ms, and as much for pages that are needed again
 _last_s = -inf  # clock time
 
@@ -43,3 +45,13 @@ def release_at_times() -> bool:
         return False
     _last_s = now
     return release_freed_memory()
+
+
+def return_large_at_once() -> None:
+    """Have large pieces of memory go back to the system as they are freed, here and in processes forked from here.
+
+    Else glibc keeps pieces of up to 32 MiB once it has seen such freed: bodies of clients left 300 MiB behind. Costs
+    the zeroing of each, so not for processes that compute tensors.
+    """
+    with suppress(AttributeError, OSError, TypeError):
+        ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, _LARGE_BYTES)

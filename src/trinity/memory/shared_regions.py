@@ -23,7 +23,7 @@ import numpy as np
 
 from trinity.errors import TransportError
 from trinity.memory.cuda_driver import CudaDriver
-from trinity.memory.devices import gpu_number, use_device, wait_for_default_stream
+from trinity.memory.devices import gpu_number, lock_recording, use_device, wait_for_default_stream
 
 if TYPE_CHECKING:
     import torch
@@ -194,7 +194,7 @@ class _MappedMemory:
 
 
 def _unmap(driver: CudaDriver, gpu: int, address: int, size: int) -> None:
-    with suppress(TransportError), driver.use(gpu):  # of a context that has failed, whose memory goes with it
+    with suppress(TransportError), lock_recording(gpu), driver.use(gpu):  # a context that failed takes its memory along
         driver.unmap_memory(address, size)
 
 

@@ -226,6 +226,7 @@ class Adoptions:
             self._host.journal.end(stream)
         else:
             self._host.post(kept.make_adoption(key, time.monotonic()))
+            self._host.hold_inputs(stream.request)
 
     # ---------------------------------------------------------------- readers come back
 

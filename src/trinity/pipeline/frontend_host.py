@@ -5,16 +5,18 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Literal
 
 from trinity.connector import Connector
 from trinity.core.departures import is_empty
+from trinity.core.fair_turns import FairJob
 from trinity.core.frontend import Abort, Deliver, End, FrontendCore
 from trinity.core.frontend_events import MoveEnd, Prepare
 from trinity.core.messages import PeerDown, Send, Submit, Tick, Value
 from trinity.core.peer_exit import PeerRemoved
+from trinity.core.progress import PartProgress, StalledPart
 from trinity.errors import ClosedError, ConfigError, Overloaded, RequestError, describe_error
 from trinity.metrics import Metrics
 from trinity.pipeline.ended_requests import record_end, record_refused
@@ -25,6 +27,7 @@ from trinity.pipeline.request_map import ServeOne
 from trinity.pipeline.stream import Stream, make_late_failure, reduce_deadline
 from trinity.pipeline.transfer_ways import TransferWays
 from trinity.preprocess.detokenizer import TextStream
+from trinity.preprocess.grammars import TRIAL_PATIENCE_S
 from trinity.preprocess.processor import ProcessedRequest, RequestProcessor
 from trinity.remote.instance_client import InstanceClient
 from trinity.request import Output, Request, check_request
@@ -33,6 +36,25 @@ from trinity.traces.trace import Trace
 
 logger = logging.getLogger("trinity")
 PipelineState = Literal["new", "starting", "running", "failed", "closed"]
+
+
+def preparing_part(request: Request, processor: RequestProcessor) -> tuple[str, float]:
+    """Name the part that prepares a request, and the seconds that this may take beyond what a step may."""
+    if request.sampling.structured is not None:
+        return "preparing forms", TRIAL_PATIENCE_S
+    if request.images or request.media or _has_parts(request.messages):
+        return "preparing media", processor.limits.preprocess_timeout_s
+    return "preparing text", 0.0
+
+
+def _has_parts(messages: Sequence[object] | None) -> bool:
+    """Tell whether a chat, which nobody has checked yet, has parts other than text."""
+    parts = [part for each in messages or () if isinstance(each, Mapping) for part in _listed(each.get("content"))]
+    return any(isinstance(part, Mapping) and part.get("type") != "text" for part in parts)
+
+
+def _listed(content: object) -> Sequence[object]:
+    return content if isinstance(content, (list, tuple)) else ()
 
 
 class FrontendHost:
@@ -57,9 +79,14 @@ class FrontendHost:
         self.streams: dict[str, Stream] = {}
         self.reached: dict[str, InstanceHandle] = {}
         self.processor: RequestProcessor | None = None
+        self.progress = PartProgress(time.monotonic)
+        self._lanes: set[str] = set()
         self.journal = RequestJournal()
         self.opened: PipelineState = "new"
         self.preparing = self.departures = 0
+        self._preparing_of: Counter[str] = Counter()  # by client
+        self._prepared: dict[str, FairJob] = {}  # inputs that are not yet submitted, by request id
+        self._held: dict[str, FairJob] = {}  # inputs that the front end has, by request id
         self._preparing_again: set[asyncio.Task[None]] = set()
         self._events: deque[Value] = deque()
         self._carrying = self._emptying = False
@@ -97,11 +124,32 @@ class FrontendHost:
             record_refused(stream, error, self._metrics)
             raise
         self.streams[request.request_id] = stream
-        processed = await self._prepare(stream)
-        if processed is None:
-            stream.end(End(request.request_id, "deadline", make_late_failure(request)))
-            return
-        self.post(Submit(processed.work, processed.inputs, input_bytes=processed.input_bytes))
+        try:
+            processed = await self._prepare(stream)
+            if processed is None:
+                stream.end(End(request.request_id, "deadline", make_late_failure(request)))
+                return
+            self.post(Submit(processed.work, processed.inputs, input_bytes=processed.input_bytes))
+            self.hold_inputs(request)
+        finally:
+            if (job := self._prepared.pop(request.request_id, None)) is not None:
+                self._let_go(job)
+
+    def hold_inputs(self, request: Request) -> None:
+        """Count the inputs that the front end has of a request until an encoder has had them."""
+        entry = self.core.entries.get(request.request_id)
+        if self.processor is not None and entry is not None and entry.input_bytes and entry.id not in self._held:
+            self._held[entry.id] = self.processor.room.hold(entry.input_bytes, request._client)
+
+    def _let_go(self, job: FairJob) -> None:
+        assert self.processor is not None, "it prepared them"
+        self.processor.room.let_go(job)
+
+    def _let_go_freed(self) -> None:
+        """Let go of what the front end has no more."""
+        entries = self.core.entries
+        for request_id in [each for each in self._held if each not in entries or not entries[each].input_bytes]:
+            self._let_go(self._held.pop(request_id))
 
     def check_open(self) -> None:
         """Raise ``ClosedError`` unless requests are served, ``ConfigError`` on another event loop."""
@@ -119,16 +167,27 @@ class FrontendHost:
         waiting = self.core.waiting + self.preparing
         if waiting >= self.core.max_waiting:
             raise Overloaded(f"{waiting} requests wait already; try later or raise max_waiting", request.request_id)
+        own = self._preparing_of[request._client] if request._client else 0
+        if own >= self.core.max_waiting - waiting:  # so whatever one client sends, there is room for another one's
+            text = (
+                f"{own} requests of this client are being prepared, and {self.core.max_waiting - waiting} more may wait"
+            )
+            raise Overloaded(f"{text}; try later or raise max_waiting", request.request_id)
 
     async def _prepare(self, stream: Stream) -> ProcessedRequest | None:
         """Process a request, with what is left of its deadline; None if that passed meanwhile."""
         request, processor = stream.request, self.processor
         assert processor is not None
         self.preparing += 1
+        self._preparing_of[request._client] += 1
         try:
             async with asyncio.timeout(request.deadline_s) as limit:
                 await self.until(lambda: request.request_id not in self.core.entries)
-                processed = await processor.aprocess(request)
+                part, allowed_s = preparing_part(request, processor)
+                with self.progress.working(part, allowed_s):
+                    processed = await processor.aprocess(request)
+                if processed.input_bytes:
+                    self._prepared[request.request_id] = processor.room.hold(processed.input_bytes, request._client)
             self.check_open()
             processed = stream.begin(
                 processed, lambda stop: TextStream(processor.tokenizer, stop, processed.work.prompt)
@@ -143,8 +202,30 @@ class FrontendHost:
             raise
         finally:
             self.preparing -= 1
+            self._preparing_of[request._client] -= 1
+            if not self._preparing_of[request._client]:
+                del self._preparing_of[request._client]
             self._note_departure()
         return reduce_deadline(processed, time.monotonic() - stream.arrived)
+
+    def find_stalled(self, after_s: float) -> list[StalledPart]:
+        """List the parts that make no progress: what prepares requests, and lanes of instances, by their reports."""
+        found: dict[str, Hashable] = {
+            f"{load.name} {lane}": (load.epoch, step)
+            for load in self.core.router.loads.values()
+            for lane, step in load.running.items()
+        }
+        for name, each in self.reached.items():
+            if (step := each.long_step()) is not None:
+                found.setdefault(f"{name} {step[0]}", step)
+        for gone in self._lanes - found.keys():
+            self.progress.forget(gone)
+        self._lanes = set(found)
+        for part, oldest in found.items():
+            self.progress.observe(part, oldest)
+        for part, (lane, allowed_s) in ({} if self.processor is None else self.processor.lanes).items():
+            self.progress.observe(part, lane.ended, allowed_s)
+        return self.progress.find_stalled(after_s)
 
     def _refuse(self, stream: Stream, error: BaseException) -> None:
         """Count a request that never started, by its own fault or because its reader or the pipeline has gone."""
@@ -199,7 +280,7 @@ class FrontendHost:
             self._carrying = False
 
     def _carry_out(self, event: Value) -> None:
-        before, now = len(self.core.entries), time.monotonic()
+        before, held, now = len(self.core.entries), self.core.waiting_bytes, time.monotonic()
         for command in self.core.handle(event, now):
             if isinstance(command, Deliver):  # most
                 stream = self.streams.get(command.request)
@@ -210,6 +291,8 @@ class FrontendHost:
         if isinstance(event, PeerRemoved):
             self.reached.pop(event.name, None)
         self._arm()
+        if self.core.waiting_bytes < held:
+            self._let_go_freed()
         if len(self.core.entries) < before:
             self._note_departure()
         elif self._emptying:
@@ -237,7 +320,10 @@ class FrontendHost:
             task.add_done_callback(lambda _: self._note_departure())
 
     async def _prepare_again(self, request: Request, life: str, processor: RequestProcessor) -> None:
-        self.post(await prepare_again(request, life, processor))
+        with self.progress.working(*preparing_part(request, processor)):
+            prepared = await prepare_again(request, life, processor)
+        self.post(prepared)
+        self.hold_inputs(request)
 
     def _note_departure(self) -> None:
         self.departures += 1

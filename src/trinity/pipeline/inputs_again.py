@@ -21,4 +21,5 @@ async def prepare_again(request: Request, life: str, processor: RequestProcessor
         kind = type(error).__name__ if isinstance(error, RequestError) else "RequestError"
         text = f"an instance was lost with the request, and its media cannot be read once more: {error}"
         return Prepared(life, failure=Failure(kind, text))
-    return Prepared(life, made.inputs, tuple(span.content for span in made.work.media))
+    contents = tuple(span.content for span in made.work.media)
+    return Prepared(life, made.inputs, contents, input_bytes=made.input_bytes)

@@ -116,7 +116,7 @@ def _has_pixels(work: Work, processed: ProcessedRequest) -> bool:
 def encode_request(request: Request) -> bytes:
     """Encode a request that was checked; "" where it holds what cannot be read again elsewhere, such as an image."""
     try:
-        return msgspec.msgpack.encode(request, enc_hook=_encode_path)
+        return msgspec.msgpack.encode(msgspec.structs.replace(request, _client=""), enc_hook=_encode_path)
     except Exception:  # a source is an object of anyone's
         return b""
 

@@ -13,6 +13,7 @@ from trinity.connector import Medium, make_connector
 from trinity.core.failure_policy import FailurePolicy
 from trinity.core.frontend import MAX_WAITING_BYTES, FrontendCore
 from trinity.core.messages import PeerLoad
+from trinity.core.progress import StalledPart
 from trinity.core.routing import RoutingPolicy, routing_policy
 from trinity.core.scheduler import BatchRules
 from trinity.core.transfers import TransferPolicy
@@ -21,6 +22,7 @@ from trinity.costs.step_cost import CostModel, CostTables
 from trinity.emulation.model import EmulatedModel
 from trinity.errors import ClosedError
 from trinity.errors.arguments import DeviceName, DtypeName, Whole, check_arguments, check_value
+from trinity.errors.live_objects import forbid_copies
 from trinity.instance import Instance, name_instances
 from trinity.memory.cache_config import CacheConfig
 from trinity.memory.digests import Verify
@@ -38,6 +40,7 @@ from trinity.pipeline.stream import Stream
 from trinity.pipeline.views import describe_pipeline, instance_table
 from trinity.placement import Placement
 from trinity.planner import Plan
+from trinity.preprocess.colours import Transparency
 from trinity.preprocess.media_limits import MediaLimits
 from trinity.preprocess.own_processor import GivenProcessor, check_processor
 from trinity.preprocess.processor import RequestProcessor
@@ -54,6 +57,7 @@ TRACE_BYTES = 64 << 20  # of the rows of its last requests: some 98,000 of 24 to
 
 
 @check_arguments
+@forbid_copies("make it where it is used, and pass its arguments")
 class Pipeline(PlacementChanges, Resumable):
     """Encode, prefill and decode of one model, on instances placed as you say.
 
@@ -75,8 +79,11 @@ class Pipeline(PlacementChanges, Resumable):
     - ``dtype`` ("auto"), ``device`` ("cpu"): of weights and caches; "auto" is the checkpoint's own dtype.
     - ``limits`` (None): ``MediaLimits``, the largest images, prompts and counts that a request may have.
     - ``processor`` (None): a processor of your own in place of the checkpoint's, an ``OwnProcessor`` or its directory.
+    - ``transparency`` ("white"): what models get for transparent pixels of images: "white", as viewers show them, or
+      "drop", their colours without the alpha.
     - ``ignore_generation_config`` (none): fields of the checkpoint's generation config not to follow; True for all.
-    - ``max_waiting`` (requests, 1024), ``max_waiting_bytes`` (4 GiB, of pixels): more waiting is ``Overloaded``.
+    - ``max_waiting`` (requests, 1024): more waiting is ``Overloaded``. ``max_waiting_bytes`` (1 GiB): memory of media
+      that are being prepared or wait for an encoder; further ones wait, for ``MediaLimits.preprocess_timeout_s``.
     - ``spread`` (count, a plan's or 1): instances with E that may encode a request's images at once, while idle.
     - ``failures`` (None): ``FailurePolicy``, what becomes of requests whose instance is lost: two recoveries each.
     - ``observe`` (None): called as ``observe(request_id, index, logits)`` with all logits before sampling.
@@ -112,6 +119,7 @@ class Pipeline(PlacementChanges, Resumable):
         device: DeviceName = "cpu",
         limits: MediaLimits | None = None,
         processor: GivenProcessor | None = None,
+        transparency: Transparency = "white",
         ignore_generation_config: Sequence[str] | bool = (),
         max_waiting: Whole = 1024,
         max_waiting_bytes: Whole = MAX_WAITING_BYTES,
@@ -132,7 +140,7 @@ class Pipeline(PlacementChanges, Resumable):
         (rules, routing), spread = choose_rules_and_routing(placement, rules, routing), choose_spread(placement, spread)
         self.placement = Placement.of(each.group for each in self.instances)
         self.slo, self.routing = slo, routing
-        self._processing = (limits, ignore_generation_config, spread, check_processor(processor))
+        self._processing = (limits, ignore_generation_config, spread, check_processor(processor), transparency)
         self.hosting = supervisor.check_hosting(hosting, self.instances, processes)
         self.connector, self._options = make_connector(connector, verify, hosting), options
         self._process_config, self._secret = processes, supervisor.resolve_secret(self.instances, processes.secret)
@@ -212,7 +220,8 @@ class Pipeline(PlacementChanges, Resumable):
 
     def _load_processor(self) -> None:
         model, here = self._serving_config.model, self.hosting == "thread"
-        self._frontend.processor = loader.make_processor(model, *self._processing, here=here)
+        made = self._frontend.processor = loader.make_processor(model, *self._processing, here=here)
+        made.room.most = self._frontend.core.max_waiting_bytes
         self.placement.check(self.processor.multimodal)
 
     async def _start_threads(self) -> None:
@@ -232,6 +241,13 @@ class Pipeline(PlacementChanges, Resumable):
     def loads(self) -> dict[str, PeerLoad]:
         """Last report of each instance: waiting work in seconds, free blocks, cached content."""
         return dict(self._frontend.core.router.loads)
+
+    def find_stalled(self, after_s: float) -> list[StalledPart]:
+        """List the parts that make no progress: their oldest work is older, and none has ended for as long.
+
+        - ``after_s``: seconds. A part that is slow, or has a long queue, ends work and is not listed.
+        """
+        return self._frontend.find_stalled(after_s)
 
     @property
     def pools(self) -> dict[str, dict[str, int]]:

@@ -17,6 +17,7 @@ from trinity.core.frontend import Abort, Deliver, End
 from trinity.core.messages import Failure, Finished, Sampled, Value
 from trinity.errors import ClosedError, RequestError, TrinityError, describe_error, own_errors
 from trinity.errors.arguments import Positive, check_value
+from trinity.errors.live_objects import forbid_copies
 from trinity.metrics import SPANS
 from trinity.preprocess.detokenizer import TextStream
 from trinity.preprocess.processor import ProcessedRequest
@@ -39,6 +40,7 @@ class StreamHost(Protocol):
     async def move(self, request_id: str, to: str, within_s: float) -> None: ...
 
 
+@forbid_copies("pass its tokens or its output")
 class Stream:
     """One request in flight: ``async with pipe.stream(request) as tokens: async for token in tokens``.
 

@@ -17,7 +17,9 @@ from types import TracebackType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from trinity.core.messages import PeerLoad
+from trinity.core.progress import StalledPart
 from trinity.errors import ClosedError
+from trinity.errors.live_objects import forbid_copies
 from trinity.metrics import Metrics
 from trinity.pipeline.adoptions import WITHIN_S, Resumption
 from trinity.pipeline.frontend_host import PipelineState
@@ -75,6 +77,7 @@ def _iterating(
     return call
 
 
+@forbid_copies("make it where it is used, and pass its arguments")
 class SyncPipeline:
     """A ``Pipeline`` without await: the same arguments, and the same methods, which wait. ``close`` is its ``aclose``.
 
@@ -177,6 +180,10 @@ class SyncPipeline:
         """As ``Pipeline.loads``."""
         return self.pipeline.loads
 
+    def find_stalled(self, after_s: float) -> list[StalledPart]:
+        """List the parts that make no progress, as ``Pipeline.find_stalled`` does."""
+        return self.pipeline.find_stalled(after_s)
+
     @property
     def metrics(self) -> Metrics:
         """Counts and latencies of all requests."""
@@ -199,6 +206,7 @@ class SyncPipeline:
         return self.pipeline._repr_html_()
 
 
+@forbid_copies("pass its tokens or its output")
 class SyncStream:
     """One request in flight, without await: ``with pipe.stream(request) as tokens: for token in tokens``.
 

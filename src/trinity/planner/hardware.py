@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections import Counter, defaultdict, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -16,7 +16,7 @@ from trinity.costs.engines import DEFAULT_ENGINE, Engine
 from trinity.costs.model_shape import ModelShape
 from trinity.costs.step_cost import CostModel, Device, cost_for_device, get_device
 from trinity.errors import ConfigError
-from trinity.errors.arguments import check_keywords
+from trinity.errors.arguments import check_keywords, explain_call
 from trinity.planner.bounds import Kind
 from trinity.planner.candidates import Deployment
 from trinity.planner.prices import label_devices
@@ -32,16 +32,20 @@ DEFAULT_DEVICE = "H100"
 _SIMULATED = inspect.signature(Simulator).parameters.keys() - {"step_factor"}
 
 
-def check_simulator_options(options: Mapping[str, Any]) -> dict[str, Any]:
+def check_simulator_options(options: Mapping[str, Any], own: Iterable[str]) -> dict[str, Any]:
     """Return a planner's options of its simulators, each of its type.
 
-    Raises ``TypeError`` for one that no simulator has or a plan sets itself, and says where it belongs; ``ConfigError``
-    for a value of another type or out of bounds.
+    - ``own``: keywords of the planner itself, to name the nearest of all.
+
+    Raises ``ConfigError`` for one that no simulator has or a plan sets itself, and says where it belongs, and for a
+    value of another type or out of bounds.
     """
     hints = {field.name: f": it is a field of search=SearchConfig({field.name}=...)" for field in fields(SearchConfig)}
     hints["step_factor"] = ": a plan tries longer steps itself (Candidate.longer_steps); a Simulator takes it"
     for name in sorted(options.keys() - _SIMULATED):
-        raise TypeError(f"HybridPlanner() got an unexpected keyword argument {name!r}{hints.get(name, '')}")
+        if name in hints:
+            raise ConfigError(f"HybridPlanner() has no keyword {name!r}{hints[name]}")
+        raise ConfigError(explain_call("HybridPlanner", [name], [*own, *sorted(_SIMULATED - set(own))], TypeError()))
     return check_keywords(Simulator, options)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ from msgspec import Meta
 
 from trinity.costs.cluster import Cluster
 from trinity.costs.engines import DEFAULT_ENGINE, Engine
-from trinity.costs.given_costs import GivenCosts, load_costs
+from trinity.costs.given_costs import GivenCosts, check_costs, load_costs
 from trinity.costs.model_config import find_model_shape
 from trinity.costs.model_shape import ModelShape
 from trinity.errors import ConfigError, TraceError, TraceTooShort
@@ -116,7 +117,7 @@ class HybridPlanner:
         progress: Report | None = None,
         **options: Any,
     ) -> None:
-        options = check_simulator_options(options)
+        options = check_simulator_options(options, _OWN)
         self.model = find_model_shape(model)
         found = choose_cluster(cluster, device, instances, engine)
         if instances is not None and instances != found.size and objective not in ("goodput_per_cost", REPLAYED[1]):
@@ -126,7 +127,9 @@ class HybridPlanner:
         self.options = Options(objective, rate, search, progress)
         self._check(slo)
         self.waiting = options.setdefault("max_waiting", choose_waiting(objective, found.size))
-        self.hardware = Hardware(self.model, found, load_costs(cost), prices or {}, options)
+        costs = load_costs(cost)
+        check_costs(costs, self.model, found.devices)
+        self.hardware = Hardware(self.model, found, costs, prices or {}, options)
         self.asked = GoodputCriterion(slo or NO_SLO, rule, stable, share, search.least_requests)
         self.slo = slo
         self._simulates()
@@ -395,3 +398,6 @@ class HybridPlanner:
             return evaluate_goodput(case, found, seeds)
         described, backend = evaluate_replay(case, found, self._by_replay(case)[0])
         return described, "screening" if searched.stand_ins else backend
+
+
+_OWN = tuple(name for name in inspect.signature(HybridPlanner).parameters if name != "options")

@@ -13,7 +13,7 @@ from trinity.core.scheduler import BatchRules, latency_bound
 from trinity.costs.budgets import StepBudgets, predict_budgets
 from trinity.costs.model_shape import ModelShape
 from trinity.errors import ConfigError
-from trinity.errors.arguments import Number, Whole, check_struct
+from trinity.errors.arguments import KeywordsByName, Number, Whole, check_struct
 from trinity.planner.bounds import Kind
 from trinity.planner.candidates import Deployment
 from trinity.traces.trace import SLO
@@ -21,7 +21,7 @@ from trinity.traces.trace import SLO
 ALGORITHM1_LIMIT = 0  # a batch limit that Algorithm 1 finds by itself
 
 
-class Space(msgspec.Struct, frozen=True, kw_only=True):
+class Space(msgspec.Struct, metaclass=KeywordsByName, frozen=True, kw_only=True):
     """Values that a wider search may choose from.
 
     - ``tokens`` (tokens): prefill tokens and decodes a step, of instances that do not decode; 0 is Algorithm 1's limit.

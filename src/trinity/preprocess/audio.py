@@ -13,15 +13,17 @@ import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
 
 from trinity.errors import describe_error, pip_install
 from trinity.errors.plain_values import is_address
+from trinity.preprocess.media_costs import Price
 from trinity.preprocess.media_limits import MediaLimits, MediaProblem, TooManyTokens
 from trinity.preprocess.media_sources import check_bytes, read_data_uri, read_file
+from trinity.preprocess.sound_headers import Sound, read_sound
 
 BYTES_LIMIT = "max_audio_bytes"
 LEAST_RATE = 1000  # samples per second; below there is no sound, and a clip would grow as it is resampled
@@ -32,7 +34,7 @@ _GIVEN = (
     "give a path or bytes of a wav or flac file, a data: URI, an array of floats [samples] or [channels, samples] at "
     'the model\'s own rate, or {"array": ..., "sampling_rate": ...}'
 )
-_MAGIC = ((b"RIFF", b"WAVE"), (b"RF64", b"WAVE"), (b"fLaC", b""))  # at 0 and, of the former, at 8
+_RESAMPLED_NS = 15.0  # of a sample, of the longer side
 
 
 class Waveform(msgspec.Struct, frozen=True):
@@ -68,6 +70,38 @@ def read_audio(
     if loudest > _LOUDEST:
         raise MediaProblem(f"has a sample of {loudest:.3g}; give floats between -1 and 1")
     return mono if given == rate else _resample(mono, given, rate)
+
+
+class SoundPrice(NamedTuple):
+    """Price of reading a clip, and its samples at the model's rate."""
+
+    samples: int
+    price: Price
+
+
+def price_sound(source: Any, rate: int, limits: MediaLimits) -> SoundPrice:
+    """Price a clip that ``read_audio`` reads, by its header, without decoding it. Raises ``MediaProblem``."""
+    priced: SoundPrice = _guard(lambda given, _: _price_plain(given, rate, limits), source, limits)
+    return priced
+
+
+def _price_plain(source: Any, rate: int, limits: MediaLimits) -> SoundPrice:
+    plain = _simplify(source, limits)
+    if isinstance(plain, str) and is_address(plain):
+        return SoundPrice(0, Price(0.0))
+    if isinstance(plain, Waveform):
+        found = Sound("sound", plain.samples.shape[1], plain.samples.shape[0], plain.rate or rate, 0.0)
+        size = plain.samples.nbytes
+    else:
+        data = read_file(plain, limits, BYTES_LIMIT) if isinstance(plain, (str, Path)) else plain
+        found, size = read_sound(data), len(data)
+        _check_rate(found.rate, limits)
+    _check_length(found.samples, found.channels, found.rate, limits)
+    after = _count_after(found.samples, found.rate, rate)
+    changed = _RESAMPLED_NS * max(after, found.samples) if found.rate != rate else 0.0
+    held = size + 4 * (_BLOCK * found.channels + 3 * found.samples + 3 * after)
+    what = f"is a {found.codec} of {found.samples} samples on {found.channels} channels"
+    return SoundPrice(after, Price.of(found.nanoseconds + changed, held, 0, what, "give a shorter clip"))
 
 
 def make_plain_audio(source: Any, limits: MediaLimits) -> Any:
@@ -166,8 +200,7 @@ def _check_length(samples: int, channels: int, rate: int, limits: MediaLimits) -
 
 def _decode(data: bytes, rate: int, limits: MediaLimits, check: Callable[[int], None]) -> tuple[np.ndarray, int]:
     """Decode a file to float32 [samples], its channels averaged, and return its rate too."""
-    if not any(data.startswith(head) and data[8 : 8 + len(form)] == form for head, form in _MAGIC):
-        raise MediaProblem("is no wav and no flac file" if data else "is empty (0 bytes)")
+    read_sound(data)
     with _import("soundfile").SoundFile(io.BytesIO(data)) as file:
         given, said, channels = int(file.samplerate), int(file.frames), int(file.channels)
         _check_rate(given, limits)

@@ -17,11 +17,12 @@ import numpy as np
 
 from trinity.errors import ConfigError, UnsupportedModel
 from trinity.errors.arguments import show
-from trinity.preprocess.audio import BYTES_LIMIT, audio_digest, make_plain_audio, read_audio
+from trinity.preprocess.audio import BYTES_LIMIT, audio_digest, make_plain_audio, price_sound, read_audio
 from trinity.preprocess.image_calls import TEXT_KEYS
 from trinity.preprocess.image_kind import reserved_tokens
 from trinity.preprocess.libraries import library_version
 from trinity.preprocess.loader import LoadedProcessor
+from trinity.preprocess.media_costs import Price
 from trinity.preprocess.media_kinds import MediaItem, MediaKind, ModelFiles, Placeholder
 from trinity.preprocess.media_limits import Estimate, MediaBudget, MediaLimits, MediaProblem
 from trinity.preprocess.model_types import explain_how_to_add
@@ -30,6 +31,7 @@ from trinity.preprocess.own_processor import name_class
 _MASKS = ("feature_attention_mask", "input_features_mask")  # of mel frames, by which positions are computed
 _PROBE_S = 0.5  # seconds of the clips that tell if company matters
 _CUT_OFF_S = 60.0  # beyond this a clip whose tokens do not grow is cut off: windows are of 30 s at most
+_FEATURE_NS = 60.0  # of a sample, in an extractor that computes spectra with numpy
 _DEFAULT_S = 5.0  # of a clip to profile
 _MERGE = "_merge_input_ids_with_audio_features"  # transformers' method for prompts of old processors
 _MARKERS = {
@@ -63,6 +65,11 @@ class AudioReader:
     def make_plain(self, source: Any, among: int, budget: MediaBudget) -> Any:
         return make_plain_audio(source, self._limits)
 
+    def price_source(self, source: Any, among: int) -> Price:
+        found = price_sound(source, self.rate, self._limits)
+        made = self._count_bytes(found.samples)
+        return found.price.plus(Price.of(_FEATURE_NS * found.samples, made, made))
+
     def read_source(self, source: Any, among: int, budget: MediaBudget) -> MediaItem:
         if among > 1 and self.alone_because:
             raise MediaProblem(f"is not alone in its prompt: {self.alone_because}; give one clip")
@@ -80,12 +87,15 @@ class AudioReader:
 
         Of its tokens a number that it has at least, which tells if they are more than ``most``.
         """
+        return Estimate(0, self._count_bytes(samples), self._bound_tokens(samples, most))
+
+    def _count_bytes(self, samples: int) -> int:
         hop = getattr(self._extractor, "hop_length", None) or 160
         window = getattr(self._extractor, "n_fft", None) or 400
         padded = -(-samples // (self.window_samples or 1)) * (self.window_samples or 1)
         frames = max(padded, getattr(self._extractor, "n_samples", None) or 0) // hop + 1
         each = 4 * (getattr(self._extractor, "feature_size", None) or 128) + 16 * (window // 2 + 1)
-        return Estimate(0, 4 * padded + frames * each, self._bound_tokens(samples, most))
+        return int(4 * padded + frames * each)
 
     def _bound_tokens(self, samples: int, most: int) -> int:
         """Return a number of tokens that so many samples have at least, which tells if they have more than ``most``.

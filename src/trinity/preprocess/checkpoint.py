@@ -13,6 +13,7 @@ from typing import Any
 
 from trinity.errors import ConfigError, UnsupportedModel
 from trinity.errors.arguments import show
+from trinity.errors.hub_ids import ADAPTER, explain_no_config
 from trinity.errors.internvl_chat import is_internvl_chat
 from trinity.errors.plain_values import find_scheme
 from trinity.preprocess.config_values import check_form
@@ -42,7 +43,6 @@ _COUNTS = frozenset(
 )
 _ROTATED = "qk_rope_head_dim"  # of latent attention: its configs repeat it as head_dim, 0 where no part is rotated
 _LAYERS = ("num_hidden_layers", "depth")
-_ADAPTER = "adapter_config.json"
 _KIN = {
     "minicpmv": "'minicpmv4_6' is of the same family: MiniCPM-V 4.6",
 }
@@ -52,7 +52,7 @@ _MEDIA_IDS = tuple(f"{kind}_token_{what}" for kind in ("image", "video", "audio"
 def check_directory(model_dir: Path) -> None:
     """Raise ``ConfigError`` if the directory holds no checkpoint, or files in it are none or too large."""
     try:
-        found, folder = (model_dir / "config.json").is_file(), model_dir.is_dir()
+        found = (model_dir / "config.json").is_file()
     except OSError as error:  # a name that is too long, a folder that may not be read
         raise ConfigError(f"model directory {show(str(model_dir))} cannot be read ({error.strerror})") from error
     if not found and (scheme := find_scheme(str(model_dir))):
@@ -61,10 +61,7 @@ def check_directory(model_dir: Path) -> None:
             "the checkpoint, with huggingface-cli download for example, and give its directory"
         )
     if not found:
-        missing = "has no config.json" if folder else "is a file" if model_dir.exists() else "does not exist"
-        raise ConfigError(
-            f"model directory {str(model_dir)!r} {missing}; give the directory of a transformers checkpoint"
-        )
+        raise ConfigError(f"model directory {show(str(model_dir))} {explain_no_config(model_dir)}")
     check_files(model_dir)
 
 
@@ -112,9 +109,9 @@ def _convert(fields: dict[str, Any], model_dir: Path) -> Any:
 
 def _refuse_adapter(model_dir: Path) -> None:
     """Raise ``UnsupportedModel`` for an adapter: a host with peft would serve it, and one without the bare weights."""
-    if (model_dir / _ADAPTER).is_file():
+    if (model_dir / ADAPTER).is_file():
         raise UnsupportedModel(
-            f"{str(model_dir)!r} has an adapter (LoRA) beside the weights ({_ADAPTER}), which transformers adds "
+            f"{str(model_dir)!r} has an adapter (LoRA) beside the weights ({ADAPTER}), which transformers adds "
             "where the package peft is installed and elsewhere leaves out: merge it into them (merge_and_unload() of "
             "peft), or remove it to serve the weights without it"
         )

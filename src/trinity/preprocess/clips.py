@@ -10,6 +10,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from trinity.errors import RequestError
+from trinity.errors.arguments import KeywordsByName
+from trinity.preprocess.colours import Transparency
+from trinity.preprocess.media_costs import Price
 from trinity.preprocess.media_limits import MediaLimits, MediaProblem
 
 _GIVEN = (
@@ -18,7 +22,7 @@ _GIVEN = (
 _MOST_FPS = 1000.0
 
 
-class Clip(msgspec.Struct, frozen=True):
+class Clip(msgspec.Struct, metaclass=KeywordsByName, frozen=True):
     """Frames of a video that has been decoded, as the ``source`` of ``Media("video", ...)``.
 
     - ``frames``: an array or tensor [frames, height, width, 3] or [frames, 3, height, width] of bytes, or a list of PIL
@@ -26,6 +30,8 @@ class Clip(msgspec.Struct, frozen=True):
     - ``fps`` (frames a second, None): of these frames. The model's processor then samples them as it samples a file.
     - ``timestamps`` (seconds, None): of each frame, ascending: these frames are the sample, and all are shown.
     """
+
+    misuse = RequestError
 
     frames: Any
     fps: float | None = None
@@ -58,13 +64,13 @@ class Frames(msgspec.Struct, frozen=True):
         return {"total_num_frames": total, "fps": self.fps, "duration": duration, "frames_indices": indices, **size}
 
 
-def read_frames(source: Any, limits: MediaLimits) -> Frames:
+def read_frames(source: Any, limits: MediaLimits, transparency: Transparency = "white") -> Frames:
     """Read a clip from memory. Raises ``MediaProblem`` for what is none, or goes beyond the limits."""
     clip = source if isinstance(source, Clip) else Clip(source)
     frames = clip.frames
     if isinstance(frames, (list, tuple)):
         _check_count(len(frames), limits)
-        pixels = _stack(frames, limits)
+        pixels = _stack(frames, limits, transparency)
     else:
         pixels = _from_array(frames, limits)
     fps, times = _rate(clip.fps), _times(clip.timestamps, len(pixels))
@@ -95,7 +101,7 @@ def check_size(count: int, height: int, width: int, limits: MediaLimits) -> None
         )
 
 
-def _stack(frames: Sequence[Any], limits: MediaLimits) -> np.ndarray:
+def _stack(frames: Sequence[Any], limits: MediaLimits, transparency: Transparency) -> np.ndarray:
     """Read a list of images of one size, each as an image is read; sizes are looked at before the first is decoded."""
     read: list[np.ndarray] = []
 
@@ -106,12 +112,12 @@ def _stack(frames: Sequence[Any], limits: MediaLimits) -> np.ndarray:
             raise MediaProblem(f"has frames of {shown} and of {width} x {height} pixels; give frames of one size")
 
     for frame in frames:
-        picture = read_picture(frame, limits, check)
+        picture = read_picture(frame, limits, check, transparency)
         read.append(picture)
     return np.stack(read)
 
 
-def read_picture(frame: Any, limits: MediaLimits, check: Any) -> np.ndarray:
+def read_picture(frame: Any, limits: MediaLimits, check: Any, transparency: Transparency) -> np.ndarray:
     """Read one frame as bytes [height, width, 3]."""
     from PIL import Image
 
@@ -119,7 +125,7 @@ def read_picture(frame: Any, limits: MediaLimits, check: Any) -> np.ndarray:
 
     if isinstance(frame, (str, bytes)):
         raise MediaProblem(f"has a frame that is a {type(frame).__name__}; {_GIVEN}")
-    picture = read_image(frame, limits, check)
+    picture = read_image(frame, limits, check, transparency)
     if not isinstance(picture, Image.Image):
         raise MediaProblem(f"has frames of {picture.dtype}; {_GIVEN}")
     return np.asarray(picture)
@@ -167,8 +173,23 @@ def _mean_rate(times: Sequence[float]) -> float:
     return (len(times) - 1) / span if span > 0 else 1.0
 
 
-def plain_clip(source: Any, limits: MediaLimits) -> Clip:
+def price_clip(source: Any, limits: MediaLimits) -> Price:
+    """Price a clip from memory, of whose images some may not be decoded yet. Raises ``MediaProblem``."""
+    from trinity.preprocess.media import price_picture
+
+    frames = source.frames if isinstance(source, Clip) else source
+    if not isinstance(frames, (list, tuple)):
+        shape = tuple(getattr(frames, "shape", ()))
+        return Price(0.0, 0, math.prod(shape) if len(shape) == 4 else 0)
+    _check_count(len(frames), limits)
+    priced = [price_picture(frame, limits) for frame in frames if not isinstance(frame, (str, bytes))]
+    kept = sum(3 * each.width * each.height for each in priced)
+    units, passing = sum(each.price.units for each in priced), max((each.price.passing for each in priced), default=0)
+    return Price(units, passing + kept, kept, f"is a clip of {len(frames)} images", "give fewer or smaller ones")
+
+
+def plain_clip(source: Any, limits: MediaLimits, transparency: Transparency = "white") -> Clip:
     """Make a clip of plain arrays and numbers, which another process can be sent."""
-    found = read_frames(source, limits)
+    found = read_frames(source, limits, transparency)
     times = None if found.indices is None or found.fps is None else [each / found.fps for each in found.indices]
     return Clip(found.pixels, found.fps, times)

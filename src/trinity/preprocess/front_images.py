@@ -37,7 +37,7 @@ class FrontReader(ImageReader):
 
         Raises as ``KindReader.read_source`` does.
         """
-        return self.read(self.open_image(source, 1, budget), text=text)
+        return self.read(self.open_source(source, 1, budget), text=text)
 
     def read(self, image: Picture, among: int = 1, text: str = _TEXTS[0]) -> MediaItem:
         """Preprocess an image and the text behind it. Raises ``MediaProblem`` if the model's processor refuses it."""

@@ -10,13 +10,14 @@ import json
 import os
 import subprocess
 import sys
+import threading
 from collections import OrderedDict
 from collections.abc import Collection
 from concurrent.futures import Future
+from contextlib import suppress
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
-from threading import Lock
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -30,10 +31,12 @@ GRAMMAR_KINDS = {"json_schema": "the JSON schema", "regex": "the regex", "gramma
 QUICK_S = 0.5  # of CPU time; a process starts in 0.1 s, and a schema of 1,000 properties takes another 0.2 s
 CPU_S = 2.0  # that a grammar may take to compile and to be tried, at most
 MEMORY_BYTES = 1 << 30  # of address space, stacks included, in the process that tries it
-_PATIENCE_S = 30.0  # for those seconds on a busy machine
+TRIAL_PATIENCE_S = 30.0  # for those seconds on a busy machine
+COMPILE_NICENESS = 5  # of the thread that compiles one for serving, which gives way to steps
 _MOST_BYTES = 128  # of a token, beyond what any but runs of spaces have
 _MOST_GRAMMARS = 64  # that are kept compiled; answers of checks are kept for four times as many
-_MOST_SAID = 600  # characters of an error of the compiler
+_MOST_SAID = 200  # characters of an error of the compiler, which may repeat the grammar
+_UNENDING = "NoExtensionBias"  # the compiler's word for a grammar whose outputs have no end
 
 
 class GrammarProblem(ValueError):
@@ -87,14 +90,21 @@ def try_grammar(structured: str, cpu_s: float) -> GrammarAnswer:
     command = [sys.executable, "-P", grammar_check.__file__, str(cpu_s), str(MEMORY_BYTES), str(niceness)]
     question = json.dumps(split_grammar(structured)).encode()
     try:
-        done = subprocess.run(command, input=question, capture_output=True, timeout=_PATIENCE_S, check=False)
+        done = subprocess.run(command, input=question, capture_output=True, timeout=TRIAL_PATIENCE_S, check=False)
     except subprocess.TimeoutExpired:
-        said = f"this host had not {cpu_s:g} s of CPU time for the grammar within {_PATIENCE_S:g} s"
+        said = f"this host had not {cpu_s:g} s of CPU time for the grammar within {TRIAL_PATIENCE_S:g} s"
         raise NoTime(f"{said}; send the request again later") from None
     if done.returncode:
         text = f"it is too complex: compiling it took more than {cpu_s:g} s of CPU time, or the memory for it"
         return GrammarAnswer(text, slow=-done.returncode in grammar_check.TIME_SIGNALS)
-    return GrammarAnswer(str(json.loads(done.stdout))[:_MOST_SAID])
+    return GrammarAnswer(_explain(str(json.loads(done.stdout))))
+
+
+def _explain(said: str) -> str:
+    """Put what the compiler says in words, within ``_MOST_SAID`` characters."""
+    if _UNENDING in said:
+        return "it refers to itself and never ends, so no output fits it; give each reference a case that ends"
+    return said.removesuffix("<non-verbose/>").strip()[:_MOST_SAID]
 
 
 def load_fast_tokenizer(directory: Path) -> Any:
@@ -119,7 +129,7 @@ class GrammarCompiler:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._lock, self._loading = Lock(), Lock()
+        self._lock, self._loading = threading.Lock(), threading.Lock()
         self._tokenizer: Any = None
         self._made: OrderedDict[str, Future[Any]] = OrderedDict()
 
@@ -154,11 +164,13 @@ class GrammarCompiler:
         return special or sorted(stop_ids)
 
     def _fill(self, found: Future[Any], structured: str) -> None:
+        with suppress(OSError):  # of this thread alone, on Linux: the compiler holds no lock of the interpreter's
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), COMPILE_NICENESS)
         try:
             made = grammar_check.make_matcher(*split_grammar(structured), self.tokenizer)
             problem = made.get_error()
             if problem:
-                raise GrammarProblem(problem[:_MOST_SAID])
+                raise GrammarProblem(_explain(problem))
             found.set_result(made)
         except BaseException as error:
             found.set_exception(error if isinstance(error, GrammarProblem) else GrammarProblem(describe_error(error)))
@@ -201,7 +213,7 @@ def check_grammar(structured: str, directory: Path, cpu_s: float | None = None) 
     problem = matcher.get_error()
     if problem or not allowed:
         raise GrammarProblem(
-            f"{GRAMMAR_KINDS[kind]} is refused: {problem[:_MOST_SAID] or 'no token can begin such an output'}"
+            f"{GRAMMAR_KINDS[kind]} is refused: {_explain(problem) or 'no token can begin such an output'}"
         )
 
 

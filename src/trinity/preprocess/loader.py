@@ -20,6 +20,7 @@ from trinity.errors import ConfigError, UnsupportedModel
 from trinity.errors.arguments import show
 from trinity.preprocess.checkpoint import read_config, read_json
 from trinity.preprocess.clip_windows import take_text_too
+from trinity.preprocess.colours import Transparency
 from trinity.preprocess.internvl_config import has_internvl_chat
 from trinity.preprocess.internvl_parts import PROCESSOR, make_internvl_processor
 from trinity.preprocess.libraries import explain_library
@@ -112,13 +113,14 @@ class LoadedProcessor(msgspec.Struct, frozen=True):
     - ``media_token_ids``: ids of the prompt's rows that features replace.
     - ``run_tokenizer``: tokenizes texts with expanded placeholders.
     - ``atomic`` (False): as in ``ImageText``.
-    - ``whole_prompt``, ``together``, ``text_alone``, ``single``, ``in_front``: as in ``MediaFacts``.
+    - ``whole_prompt``, ``together``, ``refused``, ``single``, ``in_front``: as in ``MediaFacts``.
     - ``writer`` (None): config of the text model, where ``MediaFacts.text_writes``.
     - ``pools_images`` (False): the class pools an image to one row, its embedding.
     - ``special_ids`` ({}): ids of special tokens by their text, which outputs do not show.
     - ``tiles`` (""): as in ``ImageText``.
     - ``video_tail`` (0): as in ``VideoText``.
     - ``beside`` (""): as in ``MediaFacts``.
+    - ``transparency`` ("white"): what becomes of transparent pixels.
     - ``clip_tokens`` (0): the fewest tokens of a clip that the model takes, by its proof; 0: none was run.
     """
 
@@ -133,7 +135,7 @@ class LoadedProcessor(msgspec.Struct, frozen=True):
     atomic: bool = False
     whole_prompt: bool = False
     together: frozenset[int] = frozenset()
-    text_alone: bool = True
+    refused: dict[str, str] = {}
     single: bool = False
     in_front: bool = False
     writer: Any = None
@@ -143,15 +145,19 @@ class LoadedProcessor(msgspec.Struct, frozen=True):
     video_tail: int = 0
     clip_tokens: int = 0
     beside: str = ""
+    transparency: Transparency = "white"
 
 
 def load_tokenizer_and_processor(
-    model_dir: Path, ignore: Collection[str] | bool = (), own: GivenProcessor | None = None
+    model_dir: Path,
+    ignore: Collection[str] | bool = (),
+    own: GivenProcessor | None = None,
+    transparency: Transparency = "white",
 ) -> LoadedProcessor:
     """Load what ``RequestProcessor`` needs from a model directory. Raises ``ConfigError``, ``UnsupportedModel``.
 
     ``ignore`` (()): fields of the generation config that are not followed; True for all of them. ``own`` (None): a
-    processor in place of the checkpoint's, whose tokenizer stays.
+    processor in place of the checkpoint's, whose tokenizer stays. ``transparency`` ("white"): see ``colours``.
     """
     check_processor(own)
     config = read_config(model_dir)
@@ -184,7 +190,7 @@ def load_tokenizer_and_processor(
         atomic=text.atomic,
         whole_prompt=known.whole_prompt,
         together=frozenset(known.together),
-        text_alone=known.text_alone,
+        refused=known.refused,
         single=known.single,
         in_front=known.in_front,
         writer=config.get_text_config(decoder=True) if known.text_writes else None,
@@ -192,6 +198,7 @@ def load_tokenizer_and_processor(
         special_ids=special_ids,
         tiles=text.tiles,
         beside=known.beside,
+        transparency=transparency,
         clip_tokens=0 if facts is None else facts.clip_tokens,
         video_tail=VIDEO_TEXT.get(config.model_type, VideoText()).tail,
     )

@@ -19,16 +19,15 @@ def admit_media(
 ) -> None:
     """Raise what is wrong with the media of a request for a model of these kinds: ``BadMedia``, ``RequestError``."""
     name, model_type = request.request_id, str(loaded.config.model_type)
-    if not (media or loaded.text_alone):
+    if not media and (why := loaded.refused.get("text")):
         one = {"image": "an image", "audio": "a clip"}.get(kinds[0].name, f"a {kinds[0].name}")
-        raise RequestError(
-            f"model type {model_type!r} takes no prompt without {one}: its own processor refuses it; give {one}", name
-        )
+        raise RequestError(f"model type {model_type!r} takes no prompt without {one}: {why}; give {one}", name)
     known = {kind.name for kind in kinds}
     for item in media:
         if item.kind not in known:
             takes = ", ".join(sorted(known)) or "text only"
-            message = f"model type {model_type!r} takes no media of kind {item.kind!r} here; it takes {takes}"
+            why = f": {loaded.refused[item.kind]}" if item.kind in loaded.refused else ""
+            message = f"model type {model_type!r} takes no media of kind {item.kind!r} here{why}; it takes {takes}"
             raise BadMedia(message, name)
         if request.untrusted and isinstance(item.source, (str, os.PathLike)) and not is_address(item.source):
             message = (

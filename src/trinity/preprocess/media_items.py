@@ -49,7 +49,7 @@ class ItemReader:
     def __init__(self, loaded: LoadedProcessor, limits: MediaLimits | None = None) -> None:
         self._loaded = loaded
         self._most_pixels = (limits or MediaLimits()).max_processed_pixels
-        self.fingerprint = _fingerprint(loaded.processor) if loaded.processor is not None else ""
+        self.fingerprint = _fingerprint(loaded) if loaded.processor is not None else ""
         self._fillers: dict[int, str] = {}  # expansion of the small image, by the number of images in the prompt
         self._most_told = 1 if loaded.processor is None else self._find_most_told()
 
@@ -178,11 +178,12 @@ def _position_inputs(inputs: dict[str, Any]) -> dict[str, Any]:
     return {name: each[0] if len(each) == 1 else each for name, each in found.items()}
 
 
-def _fingerprint(processor: Any) -> str:
+def _fingerprint(loaded: LoadedProcessor) -> str:
     """Hash everything but the pixels that decides features: class, backend, sizes, library versions."""
     import PIL
     import transformers
 
+    processor = loaded.processor
     images = processor.image_processor
     plain = {name: value for name, value in vars(processor).items() if isinstance(value, (str, int, float, bool))}
     parts = [
@@ -192,6 +193,7 @@ def _fingerprint(processor: Any) -> str:
         plain,
         transformers.__version__,
         PIL.__version__,
+        loaded.transparency,
     ]
     return hashlib.blake2b(json.dumps(parts, sort_keys=True, default=str).encode(), digest_size=8).hexdigest()
 

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from importlib import import_module
 from importlib.metadata import entry_points
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 import msgspec
 
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import threading
 
     from trinity.preprocess.loader import LoadedProcessor
+    from trinity.preprocess.media_costs import Price
     from trinity.preprocess.media_limits import MediaBudget, MediaLimits
 
 KIND_ENTRY_POINTS = "trinity.media_kinds"
@@ -119,6 +120,17 @@ class KindReader(Protocol):
 
     def make_synthetic(self, tokens: int | None) -> MediaItem:
         """Make an item of about so many tokens for profiling; None: of a usual size."""
+
+
+@runtime_checkable
+class PricedReader(Protocol):
+    """A ``KindReader`` that knows what an item costs beforehand; items of other readers count as costing nothing."""
+
+    def price_source(self, source: Any, among: int) -> Price:
+        """Price reading and preprocessing an item, from its header and structure, without decoding it.
+
+        ``among``: items of this kind in the prompt. A URL is priced once it has been fetched. Raises ``MediaProblem``.
+        """
 
 
 class MediaKind(ABC):

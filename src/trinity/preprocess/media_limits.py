@@ -11,7 +11,7 @@ from typing import Annotated
 
 import msgspec
 
-from trinity.errors.arguments import Count, Positive, Whole, check_struct
+from trinity.errors.arguments import Count, KeywordsByName, Positive, Whole, check_struct
 from trinity.errors.plain_values import absolute_path
 from trinity.preprocess.url_rules import UrlRules
 
@@ -19,7 +19,7 @@ _LESS = {"image": "fewer or smaller images", "video": "fewer or shorter videos",
 Directory = Annotated[str, msgspec.Meta(min_length=1)]
 
 
-class MediaLimits(msgspec.Struct, frozen=True, kw_only=True):
+class MediaLimits(msgspec.Struct, metaclass=KeywordsByName, frozen=True, kw_only=True):
     """Limits on the media and the prompt of one request. Raises ``ConfigError``.
 
     - ``max_pixels`` (pixels, 64 million): size of each decoded image. Pillow's own guard against decompression bombs
@@ -42,12 +42,20 @@ class MediaLimits(msgspec.Struct, frozen=True, kw_only=True):
     - ``max_video_streams`` (streams, 16): of each video file, of which the first with video is read.
     - ``max_video_pixels`` (pixels, 128 million): of the frames of each video together, as they are read and in whatever
       the model's processor makes of them. ``max_pixels`` holds for each frame.
+    - ``max_media_cpu_s`` (CPU-seconds, 30): predicted time to decode and preprocess all media of one request. It is
+      known from headers and structure before one is decoded (``media_costs``).
+    - ``max_media_bytes`` (bytes, 1 GiB): predicted peak of the same work, files and what the model's processor makes
+      included.
     - ``preprocess_timeout_s`` (seconds, 60): time that the images of one request may take on the processor's threads
-      together. On threads it is looked at between images: what one image may cost is bounded by the limits above.
-    - ``processes`` (processes, 0): preprocess in so many processes of their own, which load tokenizer and processor
-      again. One that takes longer than ``preprocess_timeout_s``, ends at a request, or is still at one a second after
-      its caller has left is killed and replaced: an image or a chat template that never ends harms its own request
-      alone. PIL images are decoded before they are sent. 0: on threads, which nothing can end.
+      together, and longest wait for memory that other requests' media take. On threads it is looked at between images:
+      what one image may cost is bounded by the limits above.
+    - ``processes`` (processes, 0): prepare media in so many processes of their own, and texts in as many others, each a
+      fork of one that has loaded tokenizer and processor. One that takes longer than ``preprocess_timeout_s``, more
+      CPU than ``max_media_cpu_s`` or memory than ``worker_bytes`` (with media: than four times what was predicted),
+      ends at a request, or is still at one a second after its caller has left is killed and replaced:
+      an image or a chat template that never ends harms its own request only. PIL images that are not decoded yet are
+      sent as their files. 0: on threads, which nothing can end.
+    - ``worker_bytes`` (bytes, 2 GiB): memory that a process may have for a request, besides what it begins with.
     - ``max_prompt_tokens`` (tokens, None): prompt length with placeholders expanded. None: only the model's
       context limits it.
     - ``allow_paths`` (True): read files that a text among a request's images names. False refuses all; a tuple of
@@ -77,8 +85,11 @@ class MediaLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_video_seconds: Positive = 3600.0
     max_video_streams: Count = 16
     max_video_pixels: Whole = 128_000_000
+    max_media_cpu_s: Positive = 30.0
+    max_media_bytes: Whole = 1 << 30
     preprocess_timeout_s: Positive = 60.0
     processes: Annotated[int, msgspec.Meta(ge=0, le=64)] = 0
+    worker_bytes: Whole = 2 << 30
     max_prompt_tokens: Whole | None = None
     allow_paths: bool | tuple[Directory | Path, ...] = True
     allow_urls: bool = False
@@ -113,6 +124,15 @@ class Estimate(msgspec.Struct, frozen=True):
     pixels: int
     bytes: int
     tokens: int | None = None
+
+
+def check_pixels(estimate: Estimate, limits: MediaLimits) -> None:
+    """Refuse an image of which the model's processor makes too many pixels. Raises ``MediaProblem``."""
+    if estimate.pixels > limits.max_processed_pixels:
+        raise MediaProblem(
+            f"becomes {estimate.pixels} pixels in the model's processor, which resizes it; the limit "
+            f"max_processed_pixels is {limits.max_processed_pixels}: give a smaller image, or a less narrow one"
+        )
 
 
 def advise_less(kinds: Collection[str]) -> str:
@@ -154,11 +174,7 @@ class MediaBudget:
         Raises ``MediaProblem`` (pixels, bytes) or ``TooManyTokens``.
         """
         limits, held = self._limits, self._bytes + estimate.bytes
-        if estimate.pixels > limits.max_processed_pixels:
-            raise MediaProblem(
-                f"becomes {estimate.pixels} pixels in the model's processor, which resizes it; the limit "
-                f"max_processed_pixels is {limits.max_processed_pixels}: give a smaller image, or a less narrow one"
-            )
+        check_pixels(estimate, limits)
         if held > limits.max_processed_bytes:
             raise MediaProblem(
                 f"needs {estimate.bytes} bytes in the model's processor, and the request's other media {self._bytes}; "

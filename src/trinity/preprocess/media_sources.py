@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import base64
+import io
 import os
+import re
 import stat
+from collections.abc import Iterator
 from urllib.parse import unquote
 
 from trinity.errors import describe_error
@@ -12,6 +15,21 @@ from trinity.errors.plain_values import find_scheme, given_path
 from trinity.preprocess.media_limits import MediaLimits, MediaProblem
 
 IMAGE_BYTES = "max_image_bytes"  # field of MediaLimits
+_PIECE = 4 << 20  # characters of base64 that are decoded at a time
+_CHARACTER = re.compile(r"%[^89ABab]")  # the escape of a character's first byte in UTF-8
+_LONGEST_ESCAPE = 12  # characters
+_USUAL_ESCAPES = {
+    "%2B": "+",
+    "%2b": "+",
+    "%2F": "/",
+    "%2f": "/",
+    "%3D": "=",
+    "%3d": "=",
+    "%0A": "\n",
+    "%0D": "\r",
+    "%20": " ",
+}
+_MOST_ODD_ESCAPES = 64 << 10  # of an item: each takes a third of a microsecond
 _LONGEST_SHOWN = 80  # characters of a path in a message
 
 
@@ -86,15 +104,50 @@ def check_bytes(size: int, limits: MediaLimits, bound: str = IMAGE_BYTES) -> Non
 def read_data_uri(uri: str, limits: MediaLimits, bound: str = IMAGE_BYTES) -> bytes:
     """Decode a data: URI in base64 (RFC 2397), whatever type it says. Raises ``MediaProblem``.
 
-    Its length tells the size before a byte is decoded.
+    Its length tells the size before a byte is decoded. It is decoded in pieces: copies of the whole text would take
+    several times the bytes that it makes.
     """
-    head, comma, text = uri.partition(",")
-    if not comma or not head.lower().endswith(";base64"):
+    start = uri.find(",") + 1
+    if not start or not uri[: start - 1].lower().endswith(";base64"):
         raise MediaProblem("is a data: URI that is not in base64; give data:image/png;base64,...")
-    check_bytes(len(text) // 4 * 3 - 2, limits, bound)
-    if "%" in text:
-        text = unquote(text)
+    check_bytes((len(uri) - start) // 4 * 3 - 2, limits, bound)
+    made = io.BytesIO()
     try:
-        return base64.b64decode("".join(text.split()), validate=True)
+        for piece in _base64_pieces(uri, start):
+            made.write(base64.b64decode(piece, validate=True))
     except ValueError as exc:
         raise MediaProblem(f"is a data: URI whose base64 is broken ({exc})") from exc
+    return made.getvalue()
+
+
+def _base64_pieces(uri: str, start: int) -> Iterator[str]:
+    """Yield the text behind ``start`` in pieces of whole groups, %-escapes read and spaces left out.
+
+    Raises ``ValueError`` for escapes without number that base64 has no use for.
+    """
+    odd = 0
+    escape = rest = ""
+    for at in range(start, len(uri), _PIECE):
+        piece, last = escape + uri[at : at + _PIECE], at + _PIECE >= len(uri)
+        cut = -1 if last else _find_open_escape(piece)
+        piece, escape = (piece[:cut], piece[cut:]) if cut >= 0 else (piece, "")
+        if "%" in piece:
+            for shown, meant in _USUAL_ESCAPES.items():
+                piece = piece.replace(shown, meant)
+            odd += piece.count("%")
+            if odd > _MOST_ODD_ESCAPES:
+                raise ValueError(f"more than {_MOST_ODD_ESCAPES} %-escapes of what is no sign of base64")
+            piece = unquote(piece)
+        text = "".join(piece.split())
+        text = rest + text
+        padding = text.find("=")  # all from the last group before it on is one piece
+        before = len(text) if padding < 0 else padding
+        whole = len(text) if last else max(0, before - 1) // 4 * 4
+        yield text[:whole]
+        rest = text[whole:]
+
+
+def _find_open_escape(piece: str) -> int:
+    """Find where the escapes of a character begin that may go on behind this piece; -1 if none does."""
+    begun = list(_CHARACTER.finditer(piece, max(0, len(piece) - _LONGEST_ESCAPE)))
+    return begun[-1].start() if begun else piece.rfind("%", len(piece) - 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import pickle
 from collections.abc import Mapping
 from pathlib import Path
@@ -40,7 +41,7 @@ def check_processor(own: Any) -> Any:
     if own is None:
         return None
     if isinstance(own, (str, Path)):
-        if not Path(own).is_dir():
+        if not os.path.isdir(own):
             raise ConfigError(
                 f"processor {show(str(own))} is no directory; give that of a processor's save_pretrained()"
             )

@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import msgspec
@@ -16,6 +16,7 @@ import msgspec
 from trinity.core.messages import MediaSpan, Work
 from trinity.errors import BadMedia, ClosedError, ConfigError, RequestError, RequestTooLarge, describe_error, own_errors
 from trinity.preprocess.audio_kind import mark_beside
+from trinity.preprocess.colours import Transparency
 from trinity.preprocess.content_parts import take_media
 from trinity.preprocess.frame_groups import cut_videos
 from trinity.preprocess.front_images import FrontReader
@@ -27,11 +28,19 @@ from trinity.preprocess.generation_config import (
 )
 from trinity.preprocess.loader import load_tokenizer_and_processor
 from trinity.preprocess.media_admission import admit_media
+from trinity.preprocess.media_costs import MediaCost, Price, check_price, sum_prices
 from trinity.preprocess.media_items import add_salt
-from trinity.preprocess.media_kinds import MediaItem, list_kinds
+from trinity.preprocess.media_kinds import MediaItem, PricedReader, list_kinds
 from trinity.preprocess.media_limits import MediaBudget, MediaLimits, MediaProblem, TooManyTokens, explain_length
 from trinity.preprocess.own_processor import GivenProcessor
-from trinity.preprocess.prompt import PromptText, order_media
+from trinity.preprocess.preparation_lanes import (
+    MOST_PREPARED_BYTES,
+    LaneVisit,
+    PreparationLane,
+    SharedRoom,
+    text_size,
+)
+from trinity.preprocess.prompt import PromptText, name_media, order_media
 from trinity.preprocess.prompt_problem import PromptProblem
 from trinity.preprocess.prompt_reader import PromptReader
 from trinity.preprocess.prompt_tokens import PromptTokenizer
@@ -43,6 +52,7 @@ from trinity.request import Media, Request, Sampling, check_request
 T = TypeVar("T")
 _CHARACTERS_PER_TOKEN = 1024  # far above any vocabulary's mean: longer text is refused before it is tokenized
 _NO_LIMIT = 1 << 30
+SHORT_TEXT = 1 << 18  # characters, and 64 for each value: a tenth of a second to tokenize
 
 
 class ProcessedRequest(msgspec.Struct, frozen=True):
@@ -98,6 +108,7 @@ class RequestProcessor:
     - ``eos_ids``: token ids that end an output.
     - ``defaults``: what the checkpoint says of requests that leave something open.
     - ``media_token_ids``: ids of the prompt's rows that features replace.
+    - ``lanes``: what prepares, by name, and the seconds that it may take beyond what a step may.
     - ``pools_images``: the model's class pools an image to one row, its embedding.
     - ``media_kinds``, ``multimodal``: kinds of media that the model takes (by ``readers``); False for none.
 
@@ -106,6 +117,8 @@ class RequestProcessor:
     """
 
     defaults = GenerationDefaults()
+    lanes: Mapping[str, tuple[PreparationLane, float]] = MappingProxyType({})
+    _reads_first = True  # a template may run on threads of this process
     pools_images = False
 
     def __init__(
@@ -117,14 +130,23 @@ class RequestProcessor:
         ignore_generation_config: Collection[str] | bool = (),
         strips: int = 1,
         processor: GivenProcessor | None = None,
+        transparency: Transparency = "white",
     ) -> None:
         self.limits, self.strips = limits or MediaLimits(), strips
-        self._loaded = load_tokenizer_and_processor(Path(model_dir), ignore_generation_config, processor)
+        given = ignore_generation_config, processor, transparency
+        self._loaded = load_tokenizer_and_processor(Path(model_dir), *given)
         self._kinds = [kind for kind in list_kinds() if kind.name in self._loaded.placeholders]
         self.readers = self._readers = {kind.name: kind.open_reader(self._loaded, self.limits) for kind in self._kinds}
         self._fetcher = UrlFetcher(self.limits)
         self.sampling_door = SamplingDoor(Path(model_dir), self._loaded.config)
-        self._pool, self._closed = ThreadPoolExecutor(threads, thread_name_prefix="trinity-processor"), False
+        self._at_once = threads  # items that are read at a time
+        self._text_lane = PreparationLane("trinity-processor-text", threads)
+        self._media_lane = PreparationLane("trinity-processor-media", threads)
+        self.lanes = {
+            "preparing text": (self._text_lane, 0.0),
+            "preparing media": (self._media_lane, self.limits.preprocess_timeout_s),
+        }
+        self.room, self._closed = SharedRoom(MOST_PREPARED_BYTES, self.limits.preprocess_timeout_s), False
         config, writer = self._loaded.config, self._loaded.writer
         self.model_type: str = config.model_type
         self.context_length: int = _context_length(config, self._loaded.tokenizer)
@@ -145,44 +167,93 @@ class RequestProcessor:
         Raises ``BadMedia`` (an image is unreadable, or images and markers differ in number), ``RequestTooLarge``
         (prompt beyond the context or ``MediaLimits.max_prompt_tokens``), ``RequestError``, each with the request's id.
         """
+        return self.process_priced(request, lambda _: None)
+
+    def process_priced(self, request: Request, begin: Callable[[MediaCost], None]) -> ProcessedRequest:
+        """Process a request like ``process``; ``begin`` is called with what its media cost, before one is read."""
         checked = check_request(request)
         with _own_errors(checked.request_id):
             parsed = self._parse(self._admit(checked))
             media = self._fetcher.fetch_here(parsed.media, checked.untrusted)
-            return self._process_parsed(msgspec.structs.replace(parsed, media=media))
+            begin(self._sum_cost(checked.request_id, media, at_once=1))
+            return self._read_all(msgspec.structs.replace(parsed, media=media))
 
-    def _process_parsed(self, parsed: _ParsedRequest) -> ProcessedRequest:
+    def _read_all(self, parsed: _ParsedRequest) -> ProcessedRequest:
         return self._finish(parsed, [self._read_item(parsed, index) for index in range(len(parsed.media))])
+
+    def media_cost(self, request: Request) -> MediaCost:
+        """Predict what a request's media cost, from their headers and structure; nothing is decoded.
+
+        Reads its files, so not for the event loop's thread. URLs cost nothing before they are fetched.
+
+        Raises ``BadMedia`` for an item, and ``RequestTooLarge`` for a sum, beyond ``MediaLimits.max_media_cpu_s`` or
+        ``max_media_bytes``.
+        """
+        return self._sum_cost(request.request_id, request.all_media(), self._at_once)
+
+    def _sum_cost(self, request: str, media: Sequence[Media], at_once: int) -> MediaCost:
+        counts, prices = Counter(item.kind for item in media), []
+        for item, name in zip(media, name_media(media), strict=True):
+            try:
+                price = self._price(item, counts[item.kind])
+                check_price(price, self.limits)
+            except MediaProblem as exc:
+                raise BadMedia(f"{name}: {exc}", request) from exc
+            prices.append(price)
+        return sum_prices(prices, self.limits, at_once, counts, request)
+
+    def _price(self, item: Media, among: int) -> Price:
+        reader = self._readers[item.kind]
+        return reader.price_source(item.source, among) if isinstance(reader, PricedReader) else Price(0.0)
 
     async def aprocess(self, request: Request) -> ProcessedRequest:
         """Process a request like ``process``, on the processor's threads, with images and requests in parallel.
 
-        Raises ``ClosedError`` after ``close()``, and the errors of ``process``.
+        Requests of media, and very long texts, wait for each other on a lane of their own: none of them is waited for
+        by others. Clients have fair turns. Media wait for bytes that others take, for ``preprocess_timeout_s`` at most.
+        Raises ``ClosedError`` after ``close()``, ``Overloaded``, and the errors of ``process``.
         """
-        checked = await self.sampling_door.admit(check_request(request), self._stop_ids, self.defaults)
-        name = checked.request_id
-        parsed = await self._run(name, self._begin, self._admit(checked))
-        if isinstance(parsed, ProcessedRequest):
-            return parsed
-        parsed = msgspec.structs.replace(parsed, media=await self._fetch(parsed.request, parsed.media))
-        return await self._run(name, self._finish, parsed, await self._read_items(parsed))
+        checked = self._admit(await self.sampling_door.admit(check_request(request), self._stop_ids, self.defaults))
+        if self._reads_first and any(is_url(item.source) for item in checked.all_media()):
+            async with self._text_lane.visit(request._client) as visit:  # what its text makes wrong, before a fetch
+                await self._run(visit, checked.request_id, self._parse, checked)
+        fetched = await self._fetch(checked, checked.all_media())
+        checked = msgspec.structs.replace(checked, images=(), media=fetched)
+        if self._closed:
+            raise ClosedError("the request processor is closed")
+        long = bool(fetched) or text_size(checked) > SHORT_TEXT
+        async with (self._media_lane if long else self._text_lane).visit(request._client) as visit:
+            return await self._prepare(checked, visit)
 
-    def _begin(self, request: Request) -> ProcessedRequest | _ParsedRequest:
-        """Process all of a request with at most one image: each further call on the threads would queue again."""
+    async def _prepare(self, request: Request, visit: LaneVisit) -> ProcessedRequest:
+        """Process an admitted request, whose media are fetched, on a visit to its lane."""
+        name = request.request_id
+        begun = await self._run(visit, name, self._begin, request)
+        if isinstance(begun, ProcessedRequest):
+            return begun
+        parsed, size = begun
+        async with self.room.share(size, name, visit):
+            if len(parsed.media) == 1:
+                return await self._run(visit, name, self._read_all, parsed)
+            return await self._run(visit, name, self._finish, parsed, await self._read_items(parsed, visit))
+
+    def _begin(self, request: Request) -> ProcessedRequest | tuple[_ParsedRequest, int]:
+        """Process all of a request without media; of others the text, and what the media take."""
         parsed = self._parse(request)
-        waits = len(parsed.media) > 1 or any(is_url(item.source) for item in parsed.media)
-        return parsed if waits else self._process_parsed(parsed)
+        if not parsed.media:
+            return self._read_all(parsed)
+        return parsed, self._sum_cost(request.request_id, parsed.media, self._at_once).bytes
 
     async def _fetch(self, request: Request, media: Sequence[Media]) -> tuple[Media, ...]:
         """Fetch the URLs among a request's media, on the event loop: a slow host holds no thread."""
         with _own_errors(request.request_id):
             return await self._fetcher.fetch_all(media, request.untrusted)
 
-    async def _read_items(self, parsed: _ParsedRequest) -> list[MediaItem]:
+    async def _read_items(self, parsed: _ParsedRequest, visit: LaneVisit) -> list[MediaItem]:
         """Read all media of a request in parallel. If one fails, cancel the others and leave none running."""
         indices = range(len(parsed.media))
         reading = [
-            asyncio.ensure_future(self._run(parsed.request.request_id, self._read_item, parsed, index))
+            asyncio.ensure_future(self._run(visit, parsed.request.request_id, self._read_item, parsed, index))
             for index in indices
         ]
         try:
@@ -211,29 +282,25 @@ class RequestProcessor:
         """
         self._closed = True
         self.sampling_door.close()
-        self._pool.shutdown(wait=True, cancel_futures=True)
+        self.room.close()
+        for lane in (self._text_lane, self._media_lane):
+            lane.stop()
+        for lane in (self._text_lane, self._media_lane):
+            lane.join()
 
     async def aclose(self) -> None:
         """Close like ``close``, without blocking the event loop."""
         self._closed = True
         await asyncio.to_thread(self.close)
 
-    async def _run(self, request: str, function: Callable[..., T], *arguments: Any) -> T:
-        """Run a part of a request's processing on the threads; see ``_own_errors``."""
-        if self._closed:
-            raise ClosedError("the request processor is closed")
+    async def _run(self, visit: LaneVisit, request: str, function: Callable[..., T], *arguments: Any) -> T:
+        """Run a part of a request's processing on its lane's threads; see ``_own_errors``."""
 
         def work() -> T:
             with _own_errors(request):
                 return function(*arguments)
 
-        try:
-            return await asyncio.get_running_loop().run_in_executor(self._pool, work)
-        except asyncio.CancelledError:
-            task = asyncio.current_task()
-            if self._closed and task is not None and not task.cancelling():  # dropped by close(), not by the caller
-                raise ClosedError("the request processor was closed before it reached this request") from None
-            raise
+        return await visit.run(work)
 
     # ------------------------------------------------------------ one request, in three steps
 
@@ -330,7 +397,7 @@ class RequestProcessor:
         if len(where) != expected:
             message = (
                 f"the prompt has {len(where)} placeholder tokens for {expected} visual tokens; "
-                "remove special tokens from its text"
+                "remove special tokens from its text, or have them read as text by special_tokens=False"
             )
             raise BadMedia(message, request.request_id)
         return where

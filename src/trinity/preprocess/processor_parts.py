@@ -61,6 +61,7 @@ def _load_images(model_dir: Path, model_type: str) -> Any:
     settings = nested if isinstance(nested, dict) else read_json(model_dir / "preprocessor_config.json")
     backends = {kind: each for kind, each in names.items() if isinstance(each, dict)}  # older transformers has tuples
     named = settings.get("image_processor_type") or backends.get(model_type, {}).get("torchvision")
+    named = str(named).removesuffix("Fast")  # as transformers named those over torchvision before its version 5
     known = next((each for each in backends.values() if each.get("torchvision") == named), {})
     if known and "pil" not in known:
         return find_images(str(named), "torchvision").from_dict(settings)

@@ -19,6 +19,7 @@ from trinity.preprocess.prompt_problem import PromptProblem
 from trinity.request import Media
 
 _PART_KEYS = {"type", "text"}
+_AS_TEXT = "special_tokens=False, or untrusted=True (over HTTP: put it in a chat, whose texts are read so)"
 
 
 class PromptText(msgspec.Struct, frozen=True):
@@ -53,7 +54,8 @@ def split_at_markers(
         return PromptText((hidden.hide(prompt),), (), hidden=hidden)
     texts = _marker(kind_names()).split(prompt)  # text, kind, text, kind, ..., text
     plain, kinds = texts[::2], tuple(texts[1::2])
-    _check_counts(Counter(kinds), counts, "the prompt has {wanted} <{kind}> marker(s)")
+    advice = "" if counts else f"; to quote a marker as text give {_AS_TEXT}"
+    _check_counts(Counter(kinds), counts, "the prompt has {wanted} <{kind}> marker(s)", advice)
     if hidden is None:
         for text in plain:
             check_user_text(text, placeholders if checked is None else checked)
@@ -131,8 +133,9 @@ def check_user_text(text: str, placeholders: Mapping[str, Placeholder]) -> None:
         for token in {placeholder.token, *placeholder.reserved}:
             if token in text:
                 raise PromptProblem(
-                    f"the text contains {token!r}, which this model reserves for media; "
-                    f'write <{kind}> in prompt=, or a part {{"type": "{kind}"}} in messages=, where an item belongs'
+                    f"the text contains {token!r}, which this model reserves for media; to quote it as text give "
+                    f"{_AS_TEXT}; where an item belongs write <{kind}> in prompt=, or a part "
+                    f'{{"type": "{kind}"}} in messages='
                 )
 
 
@@ -183,12 +186,12 @@ def _part(part: Any) -> dict[str, Any]:
     )
 
 
-def _check_counts(found: Mapping[str, int], given: Mapping[str, int], message: str) -> None:
+def _check_counts(found: Mapping[str, int], given: Mapping[str, int], message: str, advice: str = "") -> None:
     for kind in sorted({*found, *given}):
         wanted, have = found.get(kind, 0), given.get(kind, 0)
         if wanted != have:
             said = message.format(wanted=wanted, kind=kind)
-            raise PromptProblem(f"{have} {kind} item(s) given, but {said}; the numbers must be equal")
+            raise PromptProblem(f"{have} {kind} item(s) given, but {said}; the numbers must be equal{advice}")
 
 
 def check_in_front(text: PromptText) -> None:
@@ -206,13 +209,17 @@ def check_in_front(text: PromptText) -> None:
 
 def order_media(text: PromptText, media: Sequence[Media]) -> tuple[tuple[Media, ...], tuple[str, ...]]:
     """Put media into the order of the text, and name each ("image 2 of 3") for error messages."""
-    waiting = {kind: iter([item for item in media if item.kind == kind]) for kind in text.kinds}
-    totals, seen = Counter(text.kinds), Counter[str]()
-    ordered, names = [], []
-    for kind in text.kinds:
-        item = next(waiting[kind])
-        seen[kind] += 1
+    named = list(zip(media, name_media(media), strict=True))
+    waiting = {kind: iter([each for each in named if each[0].kind == kind]) for kind in text.kinds}
+    ordered = [next(waiting[kind]) for kind in text.kinds]
+    return tuple(item for item, _ in ordered), tuple(name for _, name in ordered)
+
+
+def name_media(media: Sequence[Media]) -> tuple[str, ...]:
+    """Name each of a request's media ("image 2 of 3") for error messages."""
+    totals, seen, names = Counter(item.kind for item in media), Counter[str](), []
+    for item in media:
+        seen[item.kind] += 1
         shown = f" ({reprlib.repr(str(item.source))})" if isinstance(item.source, (str, Path)) else ""
-        ordered.append(item)
-        names.append(f"{kind} {seen[kind]} of {totals[kind]}{shown}")
-    return tuple(ordered), tuple(names)
+        names.append(f"{item.kind} {seen[item.kind]} of {totals[item.kind]}{shown}")
+    return tuple(names)

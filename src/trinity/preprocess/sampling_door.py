@@ -52,7 +52,7 @@ class SamplingDoor:
                     await loop.run_in_executor(self._pool, self._find_processor, sampling.logits_processor)
                 if sampling.structured is not None:
                     check_ends(sampling, find_stop_ids)
-                    await self._try(join_grammar(sampling.structured), request.request_id)
+                    await self._try(join_grammar(sampling.structured), request)
                     await self._check_begin(join_grammar(sampling.structured), defaults.complete(sampling, 0))
         except (ConfigError, GrammarProblem) as problem:
             raise RequestError(str(problem), request.request_id) from problem
@@ -63,9 +63,9 @@ class SamplingDoor:
             raise ClosedError("the request processor was closed before it reached this request")
         find_logits_processor(name, registered=self.registered)
 
-    async def _try(self, structured: str, request_id: str) -> None:
+    async def _try(self, structured: str, request: Request) -> None:
         check_installed()
-        problem = await self._trials.find_problem(structured, request_id)
+        problem = await self._trials.find_problem(structured, request.request_id, request._client)
         if problem:
             raise GrammarProblem(problem)
 

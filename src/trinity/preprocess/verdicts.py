@@ -29,7 +29,7 @@ MOST_VERDICTS = 256  # files that the folder keeps
 NOT_LOADED = 14  # exit code of a proof whose checkpoint cannot be loaded: its last line says why
 _MOST_SAID = 600  # characters of what a failed process said
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
-_FORM = 4  # raised where a fact comes to mean something else
+_FORM = 5  # raised where a fact comes to mean something else
 MEDIA = -1  # stands for all placeholders, among token ids
 _LIBRARIES = ("transformers", "torch", "tokenizers", "pillow", "torchaudio", "mistral-common", "trinity-epd")
 
@@ -65,7 +65,7 @@ class MediaFacts(msgspec.Struct, frozen=True, kw_only=True):
       behind this number, which is its own position (fairseq's; Kosmos-2).
     - ``text_writes`` (False): its ``generate()`` runs that of its text model, which has the defaults of the text config
       and knows no generation_config.json (BLIP-2).
-    - ``text_alone`` (True): its processor takes a prompt without an image.
+    - ``refused`` ({}): kinds of prompt that are not proven ("text", "image", "audio"), each with what differed.
     - ``single`` (False): what an image becomes depends on those beside it, so that a prompt has one (Emu3).
     - ``in_front`` (False): its processor writes an image's tokens into a prompt that has none, so that ids, and what an
       encoder is given, come of one call for image and text together, and a prompt has one image (BLIP-2).
@@ -85,7 +85,7 @@ class MediaFacts(msgspec.Struct, frozen=True, kw_only=True):
     whole_prompt: bool = False
     together: tuple[int, ...] = ()
     text_writes: bool = False
-    text_alone: bool = True
+    refused: dict[str, str] = {}
     single: bool = False
     in_front: bool = False
     joined: bool = False
@@ -106,11 +106,16 @@ class MediaFacts(msgspec.Struct, frozen=True, kw_only=True):
         found = {"image": self.image_token_id, "audio": self.audio_token_id}
         return {kind: number for kind, number in found.items() if number >= 0}
 
+    @property
+    def text_alone(self) -> bool:
+        """Tell if a prompt without media is proven."""
+        return "text" not in self.refused
+
 
 class ProofPart(msgspec.Struct, frozen=True):
     """One part of a proof: what it compared, whether that agreed, and the figures in words.
 
-    ``spared`` (False): where it does not, the model serves without: it is a kind of media among others.
+    ``spared`` (False): where it does not, the model serves without: it is a kind of prompt among others.
     """
 
     name: str
@@ -128,7 +133,8 @@ class ProofVerdict(msgspec.Struct, frozen=True, kw_only=True):
     """Outcome of a proof.
 
     - ``model_type``: of the checkpoint. ``parts``: what was compared, in order; the first that failed ended it.
-    - ``serves``: kinds of input that serve ("text", "image", "audio"); none if a part failed.
+    - ``serves``: kinds of prompt that serve ("text", "image", "audio"); none if a part failed. Others that its
+      processor takes are in ``facts.refused``.
     - ``facts``: for the adapter. ``load_s``, ``proof_s``: seconds to load the whole, and for the rest.
     """
 

@@ -18,16 +18,13 @@ import numpy as np
 from trinity.errors import describe_error, pip_install
 from trinity.errors.plain_values import is_address
 from trinity.preprocess.clips import Frames, check_size
+from trinity.preprocess.media_costs import check_price
 from trinity.preprocess.media_limits import MediaLimits, MediaProblem
 from trinity.preprocess.media_sources import check_bytes, read_data_uri, read_file
+from trinity.preprocess.video_prices import CODECS, CodedFrames, find_frames, most_packets, price_frames
 
 _BYTES = "max_video_bytes"
 _CONTAINERS = "avi,flv,matroska,mov,mpeg,mpegts,ogg"  # none of them reads other files
-_CODECS = (
-    *("av1", "ffv1", "flv", "h264", "hevc", "libdav1d", "mjpeg", "mpeg1video", "mpeg2video", "mpeg4"),
-    *("prores", "theora", "vp8", "vp9"),
-)
-_MOST_PACKETS = 1 << 20  # of a file, of all streams
 _PROBED = {"probesize": str(8 << 20), "analyzeduration": "5000000"}  # bytes and microseconds that tell what a file is
 
 Choose = Callable[[dict[str, Any]], Sequence[int]]
@@ -39,17 +36,30 @@ def read_video(source: Any, limits: MediaLimits, choose: Choose) -> Frames:
     ``source``: a path, bytes or a data: URI. Raises ``MediaProblem`` for what is no video, is broken, or goes beyond
     the limits, and where PyAV is not installed.
     """
-    data = _read_bytes(source, limits)
+    data = read_file_bytes(source, limits)
     if not data:
         raise MediaProblem("is empty (0 bytes)")
-    av = _load()
+    av, found = _load(), find_coded(data, limits)
+    with _opened(av, data, limits, decodes=False) as (container, stream):
+        found = _count_frames(container, stream, data, found.scans)
+        check_price(price_frames(found, 0), limits)
     with _opened(av, data, limits) as (container, stream):
-        total = _count_frames(container, stream)
-    with _opened(av, data, limits) as (container, stream):
-        return _read_stream(container, stream, total, limits, choose)
+        size = {"width": stream.codec_context.width, "height": stream.codec_context.height}
+        check_price(price_frames(found._replace(**size), 0), limits)
+        return _read_stream(container, stream, found.number, limits, choose)
 
 
-def _read_bytes(source: Any, limits: MediaLimits) -> bytes:
+def find_coded(data: bytes, limits: MediaLimits) -> CodedFrames:
+    """Find the frames of a file by its structure. Raises ``MediaProblem``, for too large or expensive ones too."""
+    found = find_frames(data)
+    if found.width * found.height:
+        check_size(1, found.height, found.width, limits)
+    check_price(price_frames(found, 0), limits)
+    return found
+
+
+def read_file_bytes(source: Any, limits: MediaLimits) -> bytes:
+    """Read a video file's bytes from a path, bytes or a data: URI. Raises ``MediaProblem``."""
     if isinstance(source, (bytes, bytearray, memoryview)):
         check_bytes(memoryview(source).nbytes, limits, _BYTES)
         return bytes(source)
@@ -75,13 +85,17 @@ def _load() -> Any:
 
 
 @contextmanager
-def _opened(av: Any, data: bytes, limits: MediaLimits) -> Iterator[tuple[Any, Any]]:
-    """Open a file and its first stream of video. What FFmpeg raises meanwhile becomes ``MediaProblem``."""
-    options = {"format_whitelist": _CONTAINERS, "protocol_whitelist": "", "codec_whitelist": ",".join(_CODECS)}
+def _opened(av: Any, data: bytes, limits: MediaLimits, decodes: bool = True) -> Iterator[tuple[Any, Any]]:
+    """Open a file and its first stream of video. What FFmpeg raises meanwhile becomes ``MediaProblem``.
+
+    Without ``decodes`` FFmpeg may not decode the first frames, as it does to find out what they are.
+    """
+    codecs = ",".join(CODECS) if decodes else "none"
+    options = {"format_whitelist": _CONTAINERS, "protocol_whitelist": "", "codec_whitelist": codecs}
     options |= {**_PROBED, "max_streams": str(limits.max_video_streams + 1)}  # further ones are not looked at
     try:
         with av.open(io.BytesIO(data), mode="r", options=options, metadata_errors="ignore") as container:
-            yield container, _find_stream(container, limits)
+            yield container, _find_stream(container, limits, decodes)
     except MediaProblem:
         raise
     except (MemoryError, KeyboardInterrupt):
@@ -90,7 +104,7 @@ def _opened(av: Any, data: bytes, limits: MediaLimits) -> Iterator[tuple[Any, An
         raise MediaProblem(f"cannot be decoded ({describe_error(exc, 200)}); is it a video, and whole?") from exc
 
 
-def _find_stream(container: Any, limits: MediaLimits) -> Any:
+def _find_stream(container: Any, limits: MediaLimits, decodes: bool) -> Any:
     if len(container.streams) > limits.max_video_streams:
         raise MediaProblem(
             f"has {len(container.streams)} streams; the limit max_video_streams is {limits.max_video_streams}"
@@ -100,24 +114,28 @@ def _find_stream(container: Any, limits: MediaLimits) -> Any:
         raise MediaProblem("has no stream of video")
     stream = streams[0]
     codec = stream.codec_context
-    if codec is None or codec.name not in _CODECS:
-        raise MediaProblem(f"has video of codec {getattr(codec, 'name', None)!r}; known are {', '.join(_CODECS)}")
-    check_size(1, codec.height, codec.width, limits)
+    if codec is None or codec.name not in CODECS:
+        raise MediaProblem(f"has video of codec {getattr(codec, 'name', None)!r}; known are {', '.join(CODECS)}")
+    if decodes or codec.height * codec.width:  # some sizes only a frame tells
+        check_size(1, codec.height, codec.width, limits)
     stream.thread_type, codec.thread_count = "NONE", 1  # a frame at a time, on this thread
     codec.options = {**codec.options, "max_pixels": str(limits.max_pixels)}  # also of frames that grow on the way
     return stream
 
 
-def _count_frames(container: Any, stream: Any) -> int:
-    """Count packets of the stream, which are its frames, without decoding any."""
-    count = 0
+def _count_frames(container: Any, stream: Any, data: bytes, scans: int) -> CodedFrames:
+    """Count packets of the stream, which are its frames, and their bytes, without decoding any."""
+    count = coded = number = 0
+    most = most_packets(len(data))
     for number, packet in enumerate(container.demux()):
-        if number >= _MOST_PACKETS:
-            raise MediaProblem(f"has more than {_MOST_PACKETS} packets; give a shorter video")
-        count += packet.stream.index == stream.index and packet.size > 0
+        if number >= most:
+            raise MediaProblem(f"has more than {most} packets in {len(data)} bytes; give a shorter video")
+        if packet.stream.index == stream.index and packet.size > 0:
+            count, coded = count + 1, coded + packet.size
     if count == 0:
         raise MediaProblem("has no frames")
-    return count
+    codec = stream.codec_context
+    return CodedFrames(codec.name, codec.width, codec.height, count, coded, number, scans)
 
 
 def _read_stream(container: Any, stream: Any, total: int, limits: MediaLimits, choose: Choose) -> Frames:

@@ -11,13 +11,16 @@ from typing import Any
 import numpy as np
 
 from trinity.errors import ConfigError, describe_error
-from trinity.preprocess.clips import Frames, plain_clip, read_frames
+from trinity.errors.plain_values import is_address
+from trinity.preprocess.clips import Frames, check_size, plain_clip, price_clip, read_frames
 from trinity.preprocess.image_kind import reserved_tokens
 from trinity.preprocess.loader import VIDEO_TEXT, LoadedProcessor
+from trinity.preprocess.media_costs import Price
 from trinity.preprocess.media_kinds import MediaItem, MediaKind, ModelFiles, Placeholder
 from trinity.preprocess.media_limits import Estimate, MediaBudget, MediaLimits, MediaProblem
 from trinity.preprocess.processor_parts import NoVideo
-from trinity.preprocess.video_files import read_video
+from trinity.preprocess.video_files import find_coded, read_file_bytes, read_video
+from trinity.preprocess.video_prices import price_frames
 from trinity.preprocess.video_processors import backend_name
 
 _POSITIONS = ("video_grid_thw", "second_per_grid_ts")
@@ -46,7 +49,37 @@ class VideoReader:
         self.fingerprint = _fingerprint(self._processor)
 
     def make_plain(self, source: Any, among: int, budget: MediaBudget) -> Any:
-        return source if _is_file(source) else plain_clip(source, self._limits)
+        return source if _is_file(source) else plain_clip(source, self._limits, self._loaded.transparency)
+
+    def price_source(self, source: Any, among: int) -> Price:
+        if isinstance(source, MediaProblem):  # found by the process that sent the request
+            raise source
+        try:
+            return self._price_file(source) if _is_file(source) else price_clip(source, self._limits)
+        except MediaProblem:
+            raise
+        except Exception as exc:  # an object of somebody's own may raise anything
+            raise MediaProblem(f"cannot be read ({describe_error(exc, 200)})") from exc
+
+    def _price_file(self, source: Any) -> Price:
+        if isinstance(source, (str, os.PathLike)) and is_address(source):
+            return Price(0.0)
+        data = read_file_bytes(source, self._limits)
+        if not data:
+            raise MediaProblem("is empty (0 bytes)")
+        found = find_coded(data, self._limits)
+        fps, size = found.fps or None, {"width": found.width, "height": found.height}
+        known = {"total_num_frames": found.number, "fps": fps, "duration": fps and found.number / fps}
+        chosen = self._choose_frames({**known, **size}) if found.number else ()
+        price = price_frames(found, len(chosen)).plus(Price(0.0, len(data)))
+        if not len(chosen) or not found.width * found.height:
+            return price
+        check_size(len(chosen), found.height, found.width, self._limits)
+        shape = len(chosen), found.height, found.width, 3
+        times = tuple(map(float, chosen))
+        frames = Frames(np.broadcast_to(np.uint8(0), shape), found.fps or None, times, found.number, sampled=True)
+        made = self._estimate(frames).bytes
+        return price.plus(Price(0.0, made, made))
 
     def read_source(self, source: Any, among: int, budget: MediaBudget) -> MediaItem:
         frames = self._read_frames(source)
@@ -59,7 +92,7 @@ class VideoReader:
         try:
             if _is_file(source):
                 return read_video(source, self._limits, self._choose_frames)
-            return read_frames(source, self._limits)
+            return read_frames(source, self._limits, self._loaded.transparency)
         except MediaProblem:
             raise
         except Exception as exc:  # an object of somebody's own may raise anything

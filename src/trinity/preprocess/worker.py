@@ -1,34 +1,52 @@
-"""A preprocessing process's own program: answers one request after another, until its parent lets go of it.
+"""Program of the processes that prepare requests: one loads a model, and forks the workers that do the work.
 
-``WorkerProcess`` starts it with the numbers of an open socket and of the end of a pipe. Through the socket come pairs
-of a name and its content: a ``WorkerSetup`` first, then a pickled ``Request`` each time. The name is sent back at once,
-as the sign that the content has come, and then the answer: (name, "done" or the name of an error, what came of it).
+``WorkerOrigin`` starts the first with the numbers of two descriptors: a socket of orders, and a pipe that the parent
+holds open (the lifeline). A worker gets both kinds from an order. On its own socket come a request's name and content;
+it sends the name back as the sign that it has them, what the request's media take, and, once it may go on, the answer.
+Every process here has one thread, and ends with the parent whatever it is at.
 """
 
 from __future__ import annotations
 
 import fcntl
+import gc
 import hashlib
 import os
 import pickle
-import queue
+import resource
 import select
 import signal
+import socket
+import struct
 import sys
-import threading
-from collections.abc import Collection
-from multiprocessing.connection import Connection
-from typing import Any
+import traceback
+import warnings
+from collections.abc import Collection, Sequence
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
 
 import msgspec
 
 from trinity.errors import ConfigError, RequestError, describe_error
+from trinity.errors.parent_process import name_process
 from trinity.preprocess import loader, model_types
+from trinity.preprocess.colours import Transparency
+from trinity.preprocess.media_costs import MediaCost
 from trinity.preprocess.media_limits import MediaLimits
 from trinity.preprocess.own_processor import GivenProcessor, pack_processor
 from trinity.preprocess.processor import ProcessedRequest, RequestProcessor
+from trinity.request import Request
 
 PICKLE = 5  # protocol
+ORDER = struct.Struct("<ii")  # FORK and the niceness of the worker, or REAP and its process number
+REPLY = struct.Struct("<i")  # the process number, or how it ended
+FORK, REAP = 0, 1
+QUIET = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+OWN_CPU_S, OWN_BYTES, MARGIN = 1.0, 128 << 20, 4  # of a request whose media were priced, and a factor of the prediction
+GROWN_BYTES = 256 << 20  # that a worker may keep of a request: one that keeps more makes room for a new one
+ROOM, ANSWER = b"room", b"answer"  # the first part of what a worker sends
 WorkerAnswer = tuple[str, Any]  # "done" and what came of it, or the name of an error and its arguments
 
 
@@ -40,6 +58,7 @@ class WorkerSetup(msgspec.Struct, frozen=True):
       whether the parent's program registered an adapter for it.
     - ``fingerprint``: of the parent's own processor.
     - ``strips``: its argument of that name. ``own``: its ``processor``, pickled.
+    - ``transparency``: of the parent's processor.
     """
 
     model_dir: str
@@ -51,6 +70,7 @@ class WorkerSetup(msgspec.Struct, frozen=True):
     fingerprint: str
     strips: int
     own: bytes
+    transparency: Transparency
 
     @staticmethod
     def of(
@@ -59,7 +79,7 @@ class WorkerSetup(msgspec.Struct, frozen=True):
         """Describe the parent's processor."""
         kind = processor.model_type
         markup, registered = loader.IMAGE_TEXT.get(kind), kind in model_types.registered
-        rest = (processor_fingerprint(processor), processor.strips, pack_processor(own))
+        rest = (processor_fingerprint(processor), processor.strips, pack_processor(own), processor._loaded.transparency)
         return WorkerSetup(model_dir, processor.limits, ignore, kind, markup, registered, *rest)
 
 
@@ -77,20 +97,169 @@ def processor_fingerprint(processor: RequestProcessor) -> str:
     return hashlib.blake2b(repr(parts).encode(), digest_size=16).hexdigest()
 
 
-def main(number: int, lifeline: int) -> None:
-    """Serve the socket of this number, until the other end of the pipe ``lifeline`` is closed."""
-    _end_with_parent(lifeline)
-    connection = Connection(number)
-    asked: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-    threading.Thread(target=_listen, args=(connection, asked), name="trinity-worker-reader", daemon=True).start()
-    name, setup = _take(connection, asked)
-    processor = _load(connection, name, pickle.loads(setup))
-    while processor is not None:
-        name, packed = _take(connection, asked)
-        _send(connection, name, _process(processor, name, packed))
+def send_parts(connection: socket.socket, *parts: Any) -> None:
+    """Send a message of several parts, each of them bytes or the raw buffer of an array."""
+    views = [memoryview(each) for each in parts]
+    connection.sendall(struct.pack(f"<I{len(views)}Q", len(views), *map(len, views)))
+    for view in views:
+        connection.sendall(view)
 
 
-def _end_with_parent(lifeline: int) -> None:
+def receive_parts(connection: socket.socket) -> list[bytearray]:
+    """Receive a message of ``send_parts``. Raises ``EOFError`` at the end, ``OSError``."""
+    (count,) = struct.unpack("<I", _receive(connection, 4))
+    sizes = struct.unpack(f"<{count}Q", _receive(connection, 8 * count))
+    return [_receive(connection, size) for size in sizes]
+
+
+def _receive(connection: socket.socket, size: int) -> bytearray:
+    data = bytearray(size)
+    view = memoryview(data)
+    while view:
+        count = connection.recv_into(view)
+        if not count:
+            raise EOFError("the other end is closed")
+        view = view[count:]
+    return data
+
+
+def pack_answer(answer: Any) -> list[Any]:
+    """Pickle an answer; its arrays are parts of their own, which are not copied."""
+    arrays: list[pickle.PickleBuffer] = []
+    packed = pickle.dumps(answer, PICKLE, buffer_callback=arrays.append)
+    return [packed, *(each.raw() for each in arrays)]
+
+
+def main(orders: int, lifeline: int) -> None:
+    """Load a processor as the first message says, answer if that went well, and fork workers."""
+    with socket.socket(fileno=orders) as connection:
+        end_with_parent(lifeline)
+        setup = pickle.loads(receive_parts(connection)[0])
+        try:
+            processor = _load(setup)
+        except BaseException as error:
+            send_parts(connection, pickle.dumps((ConfigError.__name__, (describe_error(error),))))
+            return
+        send_parts(connection, pickle.dumps(("done", None)))
+        fork_workers(processor, connection)
+
+
+def fork_origin(processor: RequestProcessor, orders: int, lifeline: int) -> int:
+    """Fork the process that forks workers from this one, which has loaded all. Returns its process number.
+
+    Of the threads of this process that one has none, and of its open files only these two. So other threads may hold
+    no lock that preparing needs: only a program that has served nothing yet can promise that.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of forks beside threads, from Python 3.12 on
+        pid = os.fork()
+    if pid:
+        return pid
+    try:
+        _become(orders, lifeline)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends what it started
+        os.environ.update(QUIET)
+        torch: Any = sys.modules.get("torch")
+        if torch is not None:
+            torch.set_num_threads(1)
+        os.setpgid(0, 0)
+        fork_workers(processor, socket.socket(fileno=orders))
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(1)
+
+
+def _become(*kept: int) -> None:
+    """Be a forked process of its own: it has these open files and the standard ones, and no signals but by default.
+
+    The last of them is its lifeline. What it has of the process that it was forked from is never collected.
+    """
+    gc.freeze()
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    _keep_files(kept)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    os.dup2(2, 1)  # what modules print is no output of the program
+    end_with_parent(kept[-1])
+
+
+def _keep_files(kept: Collection[int]) -> None:
+    try:
+        there = [int(each) for each in os.listdir("/proc/self/fd")]
+    except OSError:
+        there = list(range(resource.getrlimit(resource.RLIMIT_NOFILE)[0]))
+    for each in there:
+        if each > 2 and each not in kept:
+            with suppress(OSError):
+                os.close(each)
+
+
+def fork_workers(processor: RequestProcessor, orders: socket.socket) -> NoReturn:
+    """Fork a worker for every order, and say how one ended that is asked for, until the parent lets go."""
+    gc.collect()
+    gc.freeze()
+    name_process("prepare")
+    while True:
+        data, numbers, _, _ = socket.recv_fds(orders, ORDER.size, 2)
+        if len(data) < ORDER.size:
+            os._exit(0)
+        kind, value = ORDER.unpack(data)
+        if kind == REAP:
+            status = int(signal.SIGKILL)
+            with suppress(ChildProcessError):  # of a former process of this kind
+                status = os.waitpid(value, 0)[1]
+            orders.sendall(REPLY.pack(os.waitstatus_to_exitcode(status)))
+            continue
+        pid = os.fork()
+        if not pid:
+            _work(processor, value, numbers)
+        for each in numbers:
+            os.close(each)
+        orders.sendall(REPLY.pack(pid))
+
+
+def _work(processor: RequestProcessor, niceness: int, numbers: Sequence[int]) -> NoReturn:
+    """Be a worker: prepare one request after another."""
+    try:
+        _become(*numbers)
+        os.nice(niceness)
+        name_process("media" if niceness else "text")
+        limits, begun = processor.limits, data_bytes()
+        if begun:
+            resource.setrlimit(resource.RLIMIT_DATA, (begun + limits.worker_bytes,) * 2)
+        connection = socket.socket(fileno=numbers[0])
+        while True:
+            name, *content = receive_parts(connection)
+            signal.setitimer(signal.ITIMER_PROF, limits.max_media_cpu_s)  # the end of it is the end of this process
+            answer = _answer(processor, connection, name.decode(errors="surrogatepass"), content)
+            signal.setitimer(signal.ITIMER_PROF, 0)
+            _bound_memory(begun, limits.worker_bytes)  # that of its media was for them
+            send_parts(connection, ANSWER, *pack_answer((data_bytes() - begun > GROWN_BYTES, *answer)))
+            del answer
+    except (EOFError, OSError):
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(1)
+
+
+def data_bytes() -> int:
+    """Count the bytes that this process has of its own, as ``RLIMIT_DATA`` does; 0 where nobody says."""
+    try:
+        for line in Path("/proc/self/status").read_text().splitlines():
+            if line.startswith("VmData:"):
+                return int(line.split()[1]) << 10
+    except OSError:
+        pass
+    return 0
+
+
+def end_with_parent(lifeline: int) -> None:
     """Have the kernel end this process by SIGIO once no parent holds the pipe any more.
 
     A thread could not: foreign code such as a template's power of large numbers may hold the interpreter for hours.
@@ -100,43 +269,24 @@ def _end_with_parent(lifeline: int) -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGIO])
         fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
         fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
-    except (AttributeError, OSError):  # a system without them: the reading thread is left
+    except (AttributeError, OSError):  # a system without them: it ends once it reads from its socket
         return
     if select.select([lifeline], [], [], 0)[0]:  # closed before the kernel was asked
         os._exit(0)
 
 
-def _listen(connection: Connection, asked: queue.SimpleQueue[bytes]) -> None:
-    """Take in requests. Once the parent is gone this process ends, whatever it is at."""
-    try:
-        while True:
-            asked.put(connection.recv_bytes())
-    except (EOFError, OSError):
-        os._exit(0)
-
-
-def _take(connection: Connection, asked: queue.SimpleQueue[bytes]) -> tuple[str, bytes]:
-    name, content = asked.get(), asked.get()
-    connection.send_bytes(name)
-    return name.decode(), content
-
-
-def _load(connection: Connection, name: str, setup: WorkerSetup) -> RequestProcessor | None:
-    try:
-        if setup.registered:
-            model_types.registered.add(setup.model_type)
-        if setup.markup is not None:
-            loader.IMAGE_TEXT[setup.model_type] = setup.markup
-        else:
-            loader.IMAGE_TEXT.pop(setup.model_type, None)
-        given = {"limits": setup.limits, "ignore_generation_config": setup.ignore, "strips": setup.strips}
-        given["processor"] = pickle.loads(setup.own)
-        processor = RequestProcessor(setup.model_dir, **given)  # type: ignore[arg-type]
-        _compare(processor, setup)
-    except BaseException as error:
-        _send(connection, name, (ConfigError.__name__, (describe_error(error),)))
-        return None
-    _send(connection, name, ("done", None))
+def _load(setup: WorkerSetup) -> RequestProcessor:
+    if setup.registered:
+        model_types.registered.add(setup.model_type)
+    if setup.markup is not None:
+        loader.IMAGE_TEXT[setup.model_type] = setup.markup
+    else:
+        loader.IMAGE_TEXT.pop(setup.model_type, None)
+    given = {"limits": setup.limits, "ignore_generation_config": setup.ignore, "strips": setup.strips}
+    given |= {"processor": pickle.loads(setup.own), "transparency": setup.transparency}
+    processor = RequestProcessor(setup.model_dir, **given)  # type: ignore[arg-type]
+    _compare(processor, setup)
+    processor._at_once = 1
     return processor
 
 
@@ -148,13 +298,57 @@ def _compare(processor: RequestProcessor, setup: WorkerSetup) -> None:
         )
 
 
-def _process(processor: RequestProcessor, name: str, packed: bytes) -> WorkerAnswer:
+def _answer(
+    processor: RequestProcessor, connection: socket.socket, name: str, content: list[bytearray]
+) -> WorkerAnswer:
+    """Prepare the request in ``content``, which is emptied; its media once there is room for what they take."""
     try:
-        return "done", plain_inputs(processor.process(pickle.loads(packed)))
-    except RequestError as error:
+        sent = len(content[0])
+        request: Request = pickle.loads(content.pop())
+        begin = partial(_begin_media, connection, sent)
+        return "done", (name, *plain_inputs(processor.process_priced(request, begin)))
+    except BaseException as error:
+        return _refuse(error, processor.limits, name)
+
+
+def _begin_media(connection: socket.socket, sent: int, cost: MediaCost) -> None:
+    """Wait for room for a request's media, and bound their CPU time and memory by what was predicted for them.
+
+    ``sent``: bytes of the request as it was sent, which both processes have.
+    """
+    if cost.bytes:
+        send_parts(connection, ROOM, b"%d" % (cost.bytes + 2 * sent))
+        receive_parts(connection)  # once it may go on
+        _bound_memory(data_bytes(), OWN_BYTES + MARGIN * cost.bytes)
+    if cost.cpu_s:
+        signal.setitimer(signal.ITIMER_PROF, OWN_CPU_S + MARGIN * cost.cpu_s)
+
+
+def _bound_memory(begun: int, most: int) -> None:
+    """Bound what this process may have beyond ``begun`` bytes."""
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    if begun:
+        resource.setrlimit(resource.RLIMIT_DATA, (begun + most if hard < 0 else min(begun + most, hard), hard))
+
+
+def _refuse(error: BaseException, limits: MediaLimits, name: str) -> WorkerAnswer:
+    if _lacks_memory(error):
+        return RequestError.__name__, (explain_memory(limits), name)
+    if isinstance(error, RequestError):
         return type(error).__name__, (str(error), error.request_id)
-    except Exception as error:  # an object of a class that only the parent has
-        return RequestError.__name__, (f"the request cannot be read in its process ({describe_error(error)})", name)
+    return RequestError.__name__, (f"the request cannot be read in its process ({describe_error(error)})", name)
+
+
+def _lacks_memory(error: BaseException | None) -> bool:
+    while error is not None and not isinstance(error, MemoryError):
+        error = error.__cause__ or error.__context__
+    return error is not None
+
+
+def explain_memory(limits: MediaLimits) -> str:
+    """Say that a request needed more memory than a process may have for it."""
+    most = f"worker_bytes ({limits.worker_bytes}), or than was predicted for its media"
+    return f"preprocessing takes more memory than {most}; give less or smaller content"
 
 
 def plain_inputs(processed: ProcessedRequest) -> tuple[ProcessedRequest, list[dict[str, Any]]]:
@@ -168,10 +362,6 @@ def _plain(value: Any) -> Any:
         return value.numpy()
     except (AttributeError, TypeError):  # no tensor, or of a type such as bfloat16
         return value
-
-
-def _send(connection: Connection, name: str, answer: WorkerAnswer) -> None:
-    connection.send_bytes(pickle.dumps((name, *answer), PICKLE))
 
 
 if __name__ == "__main__":

@@ -1,20 +1,21 @@
-"""Preprocessing in processes that can be killed: an image or a template that never ends harms its own request alone."""
+"""Preparing in processes that can be killed: an image or a template that never ends harms its own request only."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import pickle
+import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections import Counter
-from collections.abc import Collection
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection
 from contextlib import suppress
-from multiprocessing.connection import Connection
+from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -23,168 +24,80 @@ import msgspec
 
 from trinity import errors
 from trinity.errors import ClosedError, ConfigError, RequestError
+from trinity.preprocess.colours import Transparency
 from trinity.preprocess.media_limits import MediaBudget, MediaLimits, MediaProblem, TooManyTokens, advise_less
 from trinity.preprocess.own_processor import GivenProcessor
+from trinity.preprocess.preparation_lanes import LaneVisit, PreparationLane
 from trinity.preprocess.processor import ProcessedRequest, RequestProcessor
-from trinity.preprocess.worker import PICKLE, WorkerAnswer, WorkerSetup
-from trinity.request import Media, Request, check_request
+from trinity.preprocess.worker import (
+    ANSWER,
+    FORK,
+    ORDER,
+    PICKLE,
+    QUIET,
+    REAP,
+    REPLY,
+    WorkerAnswer,
+    WorkerSetup,
+    explain_memory,
+    fork_origin,
+    receive_parts,
+    send_parts,
+)
+from trinity.request import Media, Request
 
 START_S = 120.0  # to import, and to load tokenizer and processor
+FORK_S = 20.0  # to fork: a thousand times what it takes
 LEFT_S = 1.0  # that a request may still have once its caller has left: less than a new process takes to start
+MEDIA_NICENESS = 15  # of processes that read media: next to one that wants the same processor they get a thirtieth
+forks_itself = False
+"""True in a program that has served nothing yet as it makes its processor, and holds no lock meanwhile: the process
+that forks workers is a fork of it then, which costs nothing. Others start one that imports and loads again."""
 
 
 class WorkerEnded(Exception):
-    """The process has ended, or was killed because its time was up: ``late``. ``taken``: it had begun its request."""
+    """The process has ended, or was killed because its time was up: ``late``."""
 
-    def __init__(self, late: bool, code: int, taken: bool = False) -> None:
+    def __init__(self, late: bool, code: int) -> None:
         super().__init__(f"exit code {code}")
-        self.late, self.code, self.taken = late, code, taken
+        self.late, self.code = late, code
+
+    @property
+    def unexplained(self) -> bool:
+        """True if no bound of the request ended it: somebody else may have, such as the system that lacked memory."""
+        return not self.late and self.code not in (-signal.SIGPROF, -signal.SIGABRT)
 
 
-class _Question:
-    """Something that a process is asked. ``left``: nobody waits for the answer any more."""
+class Lifeline:
+    """A process of a socket's other end, which lives as long as this holds one end of a pipe. Needs no thread."""
 
-    def __init__(self, name: str) -> None:
-        self.name, self.left = name, False
-
-
-class WorkerProcess:
-    """One process that preprocesses requests. For one thread at a time; ``stop`` and ``hurry`` may come from any.
-
-    ``setup``: what it loads. It ends with this process, whatever it is at, also if that has forked others. (On a system
-    without SIGIO for pipes one that holds the interpreter's lock ends only once it lets go of that.)
-    """
-
-    def __init__(self, setup: WorkerSetup) -> None:
-        self._setup = pickle.dumps(setup, PICKLE)
-        self._process: subprocess.Popen[bytes] | None = None
-        self._connection: Connection | None = None
-        self._lifeline: int | None = None  # end of a pipe: once it is closed, the kernel ends the process
-        self._question: _Question | None = None
-        self._late = self._stopped = False
-        self._lock = threading.Lock()  # of what may come in between
+    def __init__(self) -> None:
+        self.connection, self.theirs = socket.socketpair()
+        self.watched, self._held = os.pipe()
         _made.add(self)
 
     @property
-    def running(self) -> bool:
-        """True while the process is there."""
-        process = self._process
-        return process is not None and process.poll() is None
+    def numbers(self) -> list[int]:
+        """Descriptors of the process's own ends."""
+        return [self.theirs.fileno(), self.watched]
 
-    def start(self) -> None:
-        """Start it, if it does not run, and have it load. Raises ``ConfigError`` if that fails, or ``WorkerEnded``."""
-        if self.running:
-            return
-        self.end()
-        self._spawn()
-        name, given = self.ask(_Question("setup"), self._setup, START_S)
-        if name != "done":
-            raise ConfigError(f"a preprocessing process could not load the model: {given[0]}")
-
-    def _spawn(self) -> None:
-        ours, theirs = socket.socketpair()
-        watched, lifeline = os.pipe()
-        quiet = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-        numbers = [theirs.fileno(), watched]
-        try:
-            with ours, theirs, self._lock:
-                if self._stopped:
-                    raise WorkerEnded(False, 0)
-                self._process = subprocess.Popen(
-                    [sys.executable, "-m", "trinity.preprocess.worker", *map(str, numbers)],
-                    stdin=subprocess.DEVNULL,
-                    stdout=2,
-                    env=quiet,
-                    pass_fds=numbers,
-                    start_new_session=True,  # a terminal's Ctrl-C is for the parent, which ends it
-                )
-                self._connection, self._lifeline = Connection(ours.detach()), lifeline
-        except BaseException:
-            os.close(lifeline)
-            raise
-        finally:
-            os.close(watched)
-
-    def ask(self, question: _Question, content: bytes, seconds: float) -> WorkerAnswer:
-        """Send a question and return its answer. Raises ``WorkerEnded`` if none comes within ``seconds``."""
-        with self._lock:
-            connection, self._question, self._late = self._connection, question, False
-            seconds = min(seconds, LEFT_S) if question.left else seconds
-        assert connection is not None, "start() comes first"
-        timer = self._set_timer(question, seconds)
-        name, taken = question.name.encode(errors="surrogatepass"), False
-        try:
-            connection.send_bytes(name)
-            connection.send_bytes(content)
-            taken = connection.recv_bytes() == name
-            told, *answer = pickle.loads(connection.recv_bytes())
-            if not taken or told != question.name:
-                raise OSError("its answer is to another question")
-        except BaseException as error:  # a MemoryError too: what is left of an answer would be taken for the next one
-            code = self.end()
-            if isinstance(error, (EOFError, OSError)):
-                raise WorkerEnded(self._late, code, taken) from error
-            raise
-        finally:
-            with self._lock:
-                self._question = None
-            timer.cancel()
-            timer.join()
-        if self._late:  # killed as it answered
-            self.end()
-        return answer[0], answer[1]
-
-    def hurry(self, question: _Question) -> None:
-        """Kill the process soon if it is still at this question then: nobody waits for the answer."""
-        with self._lock:
-            if self._question is question:
-                self._set_timer(question, LEFT_S)
-
-    def _set_timer(self, question: _Question, seconds: float) -> threading.Timer:
-        timer = threading.Timer(seconds, self._expire, (question,))
-        timer.name, timer.daemon = "trinity-worker-time", True
-        timer.start()
-        return timer
-
-    def _expire(self, question: _Question) -> None:
-        with self._lock:
-            if self._question is question:
-                self._late = True
-                self._kill()
-
-    def stop(self) -> None:
-        """Kill the process for good; a question that waits is answered by ``WorkerEnded``."""
-        with self._lock:
-            self._stopped = True
-            self._kill()
-
-    def _kill(self) -> None:
-        process = self._process
-        if process is not None:
-            process.kill()
-
-    def end(self) -> int:
-        """Kill the process, wait for its end and return its exit code, 0 if there was none. May be called twice."""
-        with self._lock:
-            process, self._process = self._process, None
-            self.let_go()
-        if process is None:
-            return 0
-        process.kill()
-        return process.wait()
+    def hand_over(self) -> None:
+        """Close the ends that the process has by now."""
+        self.theirs.close()
+        if self.watched >= 0:
+            os.close(self.watched)
+        self.watched = -1
 
     def let_go(self) -> None:
-        """Close this process's ends of socket and pipe."""
-        connection, lifeline, self._connection, self._lifeline = self._connection, self._lifeline, None, None
-        with suppress(OSError):
-            if connection is not None:
-                connection.close()
-        with suppress(OSError):
-            if lifeline is not None:
-                os.close(lifeline)
+        """Close this process's ends: the other ends at once. May be called twice."""
+        self.hand_over()
+        self.connection.close()
+        held, self._held = self._held, -1
+        if held >= 0:
+            os.close(held)
 
 
-_made: weakref.WeakSet[WorkerProcess] = weakref.WeakSet()
+_made: weakref.WeakSet[Lifeline] = weakref.WeakSet()
 
 
 def _let_go_in_child() -> None:
@@ -196,15 +109,228 @@ def _let_go_in_child() -> None:
 os.register_at_fork(after_in_child=_let_go_in_child)
 
 
-class KillableProcessor(RequestProcessor):
-    """A ``RequestProcessor`` whose requests are processed by ``limits.processes`` processes of their own.
+class WorkerOrigin:
+    """The process that has loaded a model's processor and forks workers, in a hundredth of a second each.
 
-    A process that needs longer than ``preprocess_timeout_s`` for a request, or ends at it, fails that request alone. So
-    does one that is still at a request ``LEFT_S`` after its caller has left. The next one is started at once.
-
-    URLs are fetched here, on the event loop. PIL images are decoded here, once their size is accepted: they are objects
-    of this process, which others may share.
+    ``processor``: this process's own; ``setup``: what the process loads, where it is no fork of this one. One that died
+    is started again by the next order. Methods may be called from any thread.
     """
+
+    def __init__(self, processor: RequestProcessor, setup: WorkerSetup) -> None:
+        self._processor, self._setup = processor, setup
+        self._forks = forks_itself
+        self._lock = threading.Lock()
+        self._closed = False
+        self._line: Lifeline | None = None
+        self._kill: Callable[[], None] = _kill_nothing
+        self.process = 0  # number
+
+    def fork(self, niceness: int) -> tuple[int, Lifeline]:
+        """Fork a worker; start the process if it does not run. Raises ``ConfigError``, ``WorkerEnded``."""
+        line = Lifeline()
+        try:
+            with self._lock:
+                for last in (False, True):
+                    if self._closed:
+                        raise WorkerEnded(False, 0)
+                    try:
+                        return self._order(ORDER.pack(FORK, niceness), line.numbers), line
+                    except OSError as error:
+                        self._end()
+                        if last:
+                            raise WorkerEnded(False, -signal.SIGKILL) from error
+            raise AssertionError("the last attempt returns or raises")
+        except BaseException:
+            line.let_go()
+            raise
+        finally:
+            line.hand_over()
+
+    def reap(self, process: int) -> int:
+        """Wait for a worker that was killed, and return its exit code; that of a kill where nobody knows it."""
+        with self._lock, suppress(OSError):
+            if self._line is not None:
+                return self._order(ORDER.pack(REAP, process), [])
+        return -signal.SIGKILL
+
+    def _order(self, order: bytes, numbers: list[int]) -> int:
+        line = self._line or self._start()
+        socket.send_fds(line.connection, [order], numbers)
+        reply = line.connection.recv(REPLY.size, socket.MSG_WAITALL)
+        if len(reply) < REPLY.size:
+            raise OSError("the process that forks workers has ended")
+        return int(REPLY.unpack(reply)[0])
+
+    def _start(self) -> Lifeline:
+        line = self._line = Lifeline()
+        if self._forks:
+            self._forks = False  # once something was served this process is no fresh one any more
+            copies = [os.dup(each) for each in line.numbers]  # a fork closes all of ours
+            self.process = fork_origin(self._processor, *copies)
+            for each in copies:
+                os.close(each)
+            self._kill = partial(_kill_child, self.process)
+        else:
+            command = [sys.executable, "-m", "trinity.preprocess.worker", *map(str, line.numbers)]
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=2,
+                env={**os.environ, **QUIET},
+                pass_fds=line.numbers,
+                process_group=0,  # a terminal's Ctrl-C is for the parent, which ends it; of its session, for niceness
+            )
+            self.process, self._kill = process.pid, partial(_end_process, process)
+            line.hand_over()
+            line.connection.settimeout(START_S)
+            send_parts(line.connection, pickle.dumps(self._setup, PICKLE))
+            try:
+                name, given = pickle.loads(receive_parts(line.connection)[0])
+            except EOFError as error:
+                raise OSError(str(error)) from error
+            if name != "done":
+                self._end()
+                raise ConfigError(f"a preprocessing process could not load the model: {given[0]}")
+        line.hand_over()
+        line.connection.settimeout(FORK_S)
+        return line
+
+    def _end(self) -> None:
+        line, kill, self._line, self._kill, self.process = self._line, self._kill, None, _kill_nothing, 0
+        if line is not None:
+            line.let_go()
+        kill()
+
+    def close(self) -> None:
+        """Kill the process for good. May be called twice."""
+        with self._lock:
+            self._closed = True
+            self._end()
+
+
+def _kill_nothing() -> None:
+    """There is no process."""
+
+
+def _kill_child(process: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(process, signal.SIGKILL)
+    with suppress(ChildProcessError):
+        os.waitpid(process, 0)
+
+
+def _end_process(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+
+
+class WorkerProcess:
+    """One process that prepares requests, for one thread at a time; ``kill`` may be called from any.
+
+    It ends with this process, whatever it is at, also if that has forked others. (On a system without SIGIO for pipes
+    one that holds the interpreter's lock ends only once it lets go of that.)
+    """
+
+    def __init__(self, origin: WorkerOrigin, niceness: int, limits: MediaLimits) -> None:
+        self._origin, self._niceness, self._limits = origin, niceness, limits
+        self._lock = threading.Lock()  # of what may come from other threads
+        self._line: Lifeline | None = None
+        self._at: object = None  # the request that it has, until it has answered
+        self._left_s = 0.0
+        self.process = 0  # number
+
+    def start(self) -> None:
+        """Have it forked, unless it runs and has no request. Raises ``ConfigError``, ``WorkerEnded``."""
+        if self._at is not None:  # nobody waits for its answer
+            self.end()
+        if self._line is None:
+            process, line = self._origin.fork(self._niceness)
+            with self._lock:
+                self.process, self._line = process, line
+
+    def begin(self, key: _Use, name: str, content: bytes) -> int | WorkerAnswer:
+        """Send a request. Returns the bytes that its media take, or the answer.
+
+        Raises ``WorkerEnded``, at once if its caller has left.
+        """
+        with self._lock:  # from here on ``kill`` finds it at the request; whoever came before that has set ``left``
+            if key.left:
+                raise WorkerEnded(False, 0)
+            self._at = key
+        self._left_s = self._limits.preprocess_timeout_s
+        return self._exchange(name.encode(errors="surrogatepass"), content)
+
+    def go_on(self) -> WorkerAnswer:
+        """Have it prepare the request, for whose media there is room now. Raises ``WorkerEnded``."""
+        answer = self._exchange(b"")
+        assert not isinstance(answer, int), "it has had its room"
+        return answer
+
+    def _exchange(self, *parts: bytes) -> int | WorkerAnswer:
+        """Send a message and receive what comes of it, in what is left of the request's time."""
+        began = time.monotonic()
+        try:
+            if self._line is None:
+                raise EOFError("it has ended")
+            connection = self._line.connection
+            connection.settimeout(max(0.001, self._left_s))
+            send_parts(connection, *parts)
+            kind, packed, *arrays = receive_parts(connection)
+            if kind != ANSWER:
+                self._left_s -= time.monotonic() - began
+                return int(packed)
+            grown, name, given = pickle.loads(packed, buffers=arrays)
+        except BaseException as error:  # a MemoryError too: what is left of an answer would be taken for the next one
+            code = self.end()
+            if isinstance(error, (EOFError, OSError)):
+                raise WorkerEnded(isinstance(error, TimeoutError), code) from error
+            raise
+        with self._lock:
+            self._at = None
+        if grown:
+            self.end()
+        return name, given
+
+    def kill(self, key: object = None) -> None:
+        """Kill it now, if it is still at the request of this key; None: at any. ``WorkerEnded`` is the answer."""
+        with self._lock:
+            if self.process and key in (None, self._at):
+                with suppress(ProcessLookupError):
+                    os.kill(self.process, signal.SIGKILL)
+
+    def end(self) -> int:
+        """Kill the process, wait for its end and return its exit code, 0 if there was none. May be called twice."""
+        self.kill()
+        with self._lock:
+            process, line, self.process, self._line, self._at = self.process, self._line, 0, None, None
+        if line is not None:
+            line.let_go()
+        return self._origin.reap(process) if process else 0
+
+
+class _Use:
+    """The worker that a request has, from its beginning until no thread asks it any more or it waits for room.
+
+    ``left``: nobody waits for the request any more, so that a worker which ends at it is not to begin it again.
+    """
+
+    def __init__(self) -> None:
+        self.worker: WorkerProcess | None = None
+        self.left = False
+
+
+class KillableProcessor(RequestProcessor):
+    """A ``RequestProcessor`` that prepares in processes: ``limits.processes`` for media, and as many for texts.
+
+    A process that takes longer than ``preprocess_timeout_s`` for a request, more CPU than was predicted or more
+    memory than ``worker_bytes`` fails that request only, and one that ends at it too; one that is still at a request
+    ``LEFT_S`` after its caller has left is killed. The next one is forked from a process that has loaded all.
+
+    URLs are fetched here, on the event loop. A PIL image that is not decoded yet is sent as its file; one that the
+    program has changed since it was opened (a draft, another frame) is decoded here, once its price is accepted.
+    """
+
+    _reads_first = False
 
     def __init__(
         self,
@@ -214,6 +340,7 @@ class KillableProcessor(RequestProcessor):
         ignore_generation_config: Collection[str] | bool = (),
         strips: int = 1,
         processor: GivenProcessor | None = None,
+        transparency: Transparency = "white",
     ) -> None:
         super().__init__(
             model_dir,
@@ -222,15 +349,22 @@ class KillableProcessor(RequestProcessor):
             ignore_generation_config=ignore_generation_config,
             strips=strips,
             processor=processor,
+            transparency=transparency,
         )
+        self._at_once = 1  # of a request, in its process
         setup = WorkerSetup.of(self, str(Path(model_dir).absolute()), ignore_generation_config, processor)
-        self._workers = [WorkerProcess(setup) for _ in range(limits.processes)]
-        self._restarts = ThreadPoolExecutor(limits.processes, thread_name_prefix="trinity-worker-start")
-        self._idle: SimpleQueue[WorkerProcess] = SimpleQueue()
-        for each in self._workers:
-            self._idle.put(each)
+        self.origin = WorkerOrigin(self, setup)
+        self._workers = {
+            lane: [WorkerProcess(self.origin, niceness, limits) for _ in range(limits.processes)]
+            for lane, niceness in ((self._text_lane, 0), (self._media_lane, MEDIA_NICENESS))
+        }
+        self._idle: dict[PreparationLane, SimpleQueue[WorkerProcess]] = {}
         try:
-            list(self._restarts.map(WorkerProcess.start, self._workers))
+            for lane, workers in self._workers.items():
+                self._idle[lane] = SimpleQueue()
+                for each in workers:
+                    each.start()
+                    self._idle[lane].put(each)
         except WorkerEnded as error:
             self.close()
             raise ConfigError(f"a preprocessing process ended as it loaded ({error}); see its output") from error
@@ -238,43 +372,86 @@ class KillableProcessor(RequestProcessor):
             self.close()
             raise
 
-    async def aprocess(self, request: Request) -> ProcessedRequest:
-        """Process a request in one of the processes. Raises ``ClosedError``, and the errors of ``process``."""
-        checked = self._admit(await self.sampling_door.admit(check_request(request), self._stop_ids, self.defaults))
-        question = _Question(checked.request_id)
-        fetched = await self._fetch(checked, checked.all_media())
-        checked = msgspec.structs.replace(checked, images=(), media=fetched)
+    async def _prepare(self, request: Request, visit: LaneVisit) -> ProcessedRequest:
+        name, use, idle = request.request_id, _Use(), self._idle[visit.lane]
+        visit.at_end = partial(self._give_back, use, idle)
         try:
-            return await self._run(checked.request_id, self._ask, checked, question)
+            answer = await self._run(visit, name, self._begin_work, use, idle, request)
+            if isinstance(answer, int):
+                async with self.room.share(answer, name, visit):
+                    answer = await self._run(visit, name, self._go_on, use, idle, request)
         except asyncio.CancelledError:
-            question.left = True
-            for each in self._workers:
-                each.hurry(question)
+            asyncio.get_running_loop().call_later(LEFT_S, self._hurry, use)
             raise
+        kind, given = answer
+        if kind != "done":
+            raise getattr(errors, kind)(*given)
+        told, processed, inputs = given  # as ``plain_inputs`` makes them
+        if told != name:
+            assert use.worker is not None, "it has answered"
+            use.worker.kill()
+            raise RequestError("the process that prepared the request gave an answer to another one", name)
+        made: ProcessedRequest = msgspec.structs.replace(processed, inputs=tuple(map(_tensors, inputs)))
+        return made
 
     def close(self) -> None:
         """Kill the processes, and with them what they are at."""
         self._closed = True
-        for each in self._workers:
-            each.stop()
+        workers = [each for lane in self._workers.values() for each in lane]
+        for each in workers:
+            each.kill()
         super().close()
-        self._restarts.shutdown(wait=True, cancel_futures=True)
-        for each in self._workers:
+        for each in workers:
             each.end()
+        self.origin.close()
 
-    def _ask(self, request: Request, question: _Question) -> ProcessedRequest:
+    def _begin_work(self, use: _Use, idle: SimpleQueue[WorkerProcess], request: Request) -> int | WorkerAnswer:
+        """Send a request to a worker, and once more to the next if that ended for no reason that is known."""
+        if not all(isinstance(each.source, (bytes, str, Path)) for each in request.media):
+            self.media_cost(request)  # objects that are made plain here
         content = self._pack(request)
+        worker = use.worker = idle.get_nowait()  # as many as places of the lane
+        for last in (False, True):
+            try:
+                worker.start()
+                return worker.begin(use, request.request_id, content)
+            except WorkerEnded as error:
+                if not error.unexplained or self._closed or use.left or last:
+                    raise self._explain(error, request) from error
+            except ConfigError as error:
+                raise RequestError(str(error), request.request_id) from error
+        raise AssertionError("the last attempt returns or raises")
+
+    def _go_on(self, use: _Use, idle: SimpleQueue[WorkerProcess], request: Request) -> WorkerAnswer:
+        if use.worker is None:  # another request has it, or had, since this one had to wait
+            begun = self._begin_work(use, idle, request)
+            if not isinstance(begun, int):
+                return begun
+        assert use.worker is not None, "it has begun"
         try:
-            name, given = self._ask_worker(request, question, content)
+            try:
+                return use.worker.go_on()
+            except WorkerEnded as error:
+                if not error.unexplained or self._closed or use.left:
+                    raise
+            use.worker.start()
+            begun = use.worker.begin(use, request.request_id, self._pack(request))
+            return use.worker.go_on() if isinstance(begun, int) else begun
         except WorkerEnded as error:
             raise self._explain(error, request) from error
-        except ConfigError as error:
-            raise RequestError(str(error), request.request_id) from error
-        if name != "done":
-            raise getattr(errors, name)(*given)
-        processed: ProcessedRequest = given[0]
-        inputs: list[dict[str, Any]] = given[1]
-        return msgspec.structs.replace(processed, inputs=tuple(map(_tensors, inputs)))
+
+    @staticmethod
+    def _hurry(use: _Use) -> None:
+        use.left = True
+        if use.worker is not None:
+            use.worker.kill(use)
+
+    @staticmethod
+    def _give_back(use: _Use, idle: SimpleQueue[WorkerProcess]) -> None:
+        worker, use.worker = use.worker, None
+        if worker is not None:
+            worker.kill(use)  # if it is still at it
+            idle.put(worker)
 
     def _pack(self, request: Request) -> bytes:
         """Pickle a request with its media in plain forms. Raises the errors that cost no decoding."""
@@ -291,40 +468,21 @@ class KillableProcessor(RequestProcessor):
         except (MediaProblem, TooManyTokens) as problem:
             return problem
 
-    def _ask_worker(self, request: Request, question: _Question, content: bytes) -> WorkerAnswer:
-        """Ask a worker, and one more if the first had died before the request reached it."""
-        for last in (False, True):
-            worker = self._idle.get()
-            try:
-                worker.start()
-                return worker.ask(question, content, self.limits.preprocess_timeout_s)
-            except WorkerEnded as error:
-                if error.taken or error.late or self._closed or last:
-                    raise
-            finally:
-                self._give_back(worker)
-        raise AssertionError("the last attempt returns or raises")
-
-    def _give_back(self, worker: WorkerProcess) -> None:
-        if worker.running or self._closed:
-            self._idle.put(worker)
-        else:
-            self._restarts.submit(self._restart, worker)
-
-    def _restart(self, worker: WorkerProcess) -> None:
-        with suppress(Exception):  # the next request tries again, and says what is wrong
-            worker.start()
-        self._idle.put(worker)
-
     def _explain(self, error: WorkerEnded, request: Request) -> Exception:
+        limits, name = self.limits, request.request_id
         if self._closed:
             return ClosedError("the request processor was closed before it had processed this request")
+        less = advise_less([each.kind for each in request.all_media()])
         if error.late:
-            text = f"preprocessing took longer than preprocess_timeout_s ({self.limits.preprocess_timeout_s:g} s)"
-            less = advise_less([each.kind for each in request.all_media()])
-            return RequestError(f"{text}; give {less}", request.request_id)
+            text = f"preprocessing took longer than preprocess_timeout_s ({limits.preprocess_timeout_s:g} s)"
+            return RequestError(f"{text}; give {less}", name)
+        if error.code == -signal.SIGPROF:
+            text = f"preprocessing took more CPU time than max_media_cpu_s ({limits.max_media_cpu_s:g} s) allows"
+            return RequestError(f"{text}, or than was predicted for the request's media; give {less}", name)
+        if error.code == -signal.SIGABRT:  # as libraries end a process that gives them no memory
+            return RequestError(f"{explain_memory(limits)} (the process ended itself at the request)", name)
         text = f"the process that preprocessed the request ended at it ({error}); see its output"
-        return RequestError(text, request.request_id)
+        return RequestError(text, name)
 
 
 def _tensors(inputs: dict[str, Any]) -> dict[str, Any]:

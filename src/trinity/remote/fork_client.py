@@ -7,45 +7,47 @@ import concurrent.futures
 import json
 import logging
 import os
-import signal
 import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TypeVar
 
 from trinity.errors import ConfigError, PeerLost
+from trinity.errors.parent_process import hold_lifeline
 from trinity.remote.channel import Address
-from trinity.remote.process_identity import describe_inheritance
+from trinity.remote.process_identity import describe_inheritance, is_stopped
+from trinity.remote.supply import InstanceProcess
 from trinity.remote.tls import TLSConfig
 
 logger = logging.getLogger("trinity")
 INSTANCE_START_S = 120.0  # for an instance to import, load weights and profile budgets
 INSTANCE_STOP_S = 30.0  # for an instance to end
-LAUNCHER_STOP_S = 5.0  # for the launcher to end by itself; a frozen one is killed
-REAP_S = 1.0  # for the launcher to say that the instances of a pipeline have ended, after they have
+REAP_S = 1.0  # for the launcher to carry out the orders of a pipeline that were given up
 REAP_POLL_S = 0.002
 SILENT_S = 2.0  # for the launcher to take an order, from its last word on, while it carries out no other
 TAKEN_POLL_S = 0.05  # at least, between two looks at a launcher that is at work
 LAUNCHER_ENDED = "the launcher of instance processes has ended (see its output above)"
-NEVER_LISTENED = "the instance has ended before it listened (see its output above)"
 Answer = TypeVar("Answer")
-ForkedProcess = tuple[int, concurrent.futures.Future[int]]  # its process number, and its exit code once it has ended
 
 
 class LauncherSilent(PeerLost):
-    """The launcher takes no orders: it is frozen. What it started is not."""
+    """The launcher takes no orders: it is frozen. What it started is not, and needs it no more."""
 
 
 class Launcher:
     """The fork server's process. A pipeline has one to itself, or shares the one of ``kept_launcher``.
 
     - ``torch`` (True): import torch and the stages once, which takes seconds; emulated instances need neither.
-    - ``ended``: done once its process has ended. ``silent``: it takes no orders, and is given no more.
+    - ``ready``: done once it takes orders. ``ended``: done once its process has ended. ``silent``: it takes no orders.
     - ``parent``: the process that started it; a copy of that, made by ``fork``, cannot hear its answers.
     - ``inherited``: what it has from the program, as that was when it was started.
+    - ``on_end``: called on a thread of its own once it has ended.
+
+    Instances that it has forked are those of whoever asked for them. They end with the program, not with it.
     """
 
     program: tuple[str, ...] = ("-m", "trinity.remote.fork_server")
@@ -55,23 +57,28 @@ class Launcher:
         environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE"}
         environment.setdefault("OMP_NUM_THREADS", "1")
         environment.setdefault("OPENBLAS_NUM_THREADS", "1")
-        self.parent = os.getpid()
-        command = [sys.executable, *self.program, str(self.parent), *([] if torch else ["--paced"])]
+        self.parent, lifeline = os.getpid(), hold_lifeline()
+        command = [sys.executable, *self.program, str(lifeline), *([] if torch else ["--paced"])]
         pipe = subprocess.PIPE
         self.inherited = describe_inheritance()
-        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment)
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, env=environment, pass_fds=[lifeline])
         self.ended, self.silent = concurrent.futures.Future[None](), False
-        self._ready = concurrent.futures.Future[None]()
+        self.ready = concurrent.futures.Future[None]()
+        self.on_end: set[Callable[[], object]] = set()
         self._untaken: dict[str, concurrent.futures.Future[None]] = {}
         self._at_work: set[str] = set()
         self._last_word = time.monotonic()
-        self._started: dict[str, concurrent.futures.Future[ForkedProcess]] = {}
-        self._exits: dict[int, concurrent.futures.Future[int]] = {}
-        self._addresses: dict[int, concurrent.futures.Future[Address]] = {}
+        self._started: dict[str, concurrent.futures.Future[InstanceProcess]] = {}
+        self._forked = weakref.WeakValueDictionary[str, InstanceProcess]()
         self._lock = threading.Lock()
         self._on_idle: Callable[[Launcher], None] = lambda launcher: None
         self._reader = threading.Thread(target=self._read, name="trinity-launcher", daemon=True)
         self._reader.start()
+
+    @property
+    def over(self) -> bool:
+        """True once it takes no orders any more."""
+        return self.silent or self.ended.done()
 
     async def launch(
         self,
@@ -82,15 +89,15 @@ class Launcher:
         once: bool = True,
         shared: str = "",
         tls: TLSConfig | None = None,
-    ) -> tuple[int, asyncio.Future[int]]:
-        """Fork an instance that listens on ``address``; return its process number and a future of its exit code.
+    ) -> InstanceProcess:
+        """Fork an instance that listens on ``address``; return its process, which its caller has to end.
 
         ``once``: it serves one pipeline and ends; else one after another, as if started by hand. ``shared``: the folder
         for what UCX keeps in shared memory, which stays if its process is killed at the wrong moment. ``tls``: for its
         channels over TCP. Raises ``ConfigError`` if the launcher has ended or cannot
         fork, ``LauncherSilent`` if it takes no orders.
         """
-        await self._within(self._ready, "was not ready")
+        await self._within(self.ready, "was not ready")
         mark = os.urandom(8).hex()
         order: dict[str, Any] = {
             "id": mark,
@@ -105,21 +112,10 @@ class Launcher:
         try:
             self._write(order)
             await self._until_taken(taken)
-            process, exit_code = await self._within(started, "forked no instance")
+            return await self._within(started, "forked no instance")
         except BaseException:
             started.add_done_callback(_kill)  # nobody else would end it
             raise
-        return process, asyncio.wrap_future(exit_code)
-
-    async def find_address(self, process: int) -> Address:
-        """Wait until an instance that it has forked listens; return where: its order may have asked for any free port.
-
-        Raises ``ConfigError`` if it ends before that, ``LauncherSilent`` if that takes too long.
-        """
-        listening = self._addresses.get(process)
-        if listening is None:
-            raise ConfigError(NEVER_LISTENED)
-        return await self._within(listening, "has an instance that did not listen")
 
     async def _until_taken(self, taken: concurrent.futures.Future[None]) -> None:
         """Wait until an order is taken. Raises ``LauncherSilent`` if it is not, and no other is carried out.
@@ -146,13 +142,16 @@ class Launcher:
 
         By a timeout of asyncio's own: Python 3.11's ``wait_for`` swallows a cancel that comes with the answer.
         """
-        try:
-            async with asyncio.timeout(INSTANCE_START_S):
-                return await _shielded(answer)
-        except TimeoutError as error:
-            self.silent = True
-            text = f"the launcher of instance processes {late} within {INSTANCE_START_S} s"
-            raise LauncherSilent(text, "control") from error
+        until, stopped = time.monotonic() + INSTANCE_START_S, False
+        while (left := until - time.monotonic()) > 0.0 and not stopped:
+            try:
+                async with asyncio.timeout(min(left, SILENT_S)):
+                    return await _shielded(answer)
+            except TimeoutError:
+                stopped = is_stopped(self._process.pid)
+        self.silent = True
+        why = "is stopped" if stopped else f"{late} within {INSTANCE_START_S} s"
+        raise LauncherSilent(f"the launcher of instance processes {why}", "control")
 
     def _write(self, order: dict[str, Any]) -> None:
         assert self._process.stdin is not None
@@ -160,29 +159,31 @@ class Launcher:
             with self._lock:
                 self._process.stdin.write(json.dumps(order).encode() + b"\n")
                 self._process.stdin.flush()
-        except OSError as error:
+        except (OSError, ValueError) as error:  # closed by the other side, or by this one
             raise ConfigError(f"{LAUNCHER_ENDED} ({error})") from error
 
     def _read(self) -> None:
+        """Take in answers until neither the launcher nor an instance that does not listen yet can give any."""
         assert self._process.stdout is not None
-        for line in self._process.stdout:
-            self._last_word = time.monotonic()
-            try:
-                self._hear(json.loads(line))
-            except (ValueError, KeyError, TypeError):  # printed by what it imports before it speaks
-                logger.warning("the launcher of instance processes printed %r", line)
-        lost = ConfigError(LAUNCHER_ENDED)
-        waiting: list[concurrent.futures.Future[Any]] = [self._ready, *self._untaken.values(), *self._started.values()]
-        for waits in (*waiting, *self._addresses.values()):
-            _settle(waits, lost)
-        for exited in list(self._exits.values()):  # its children die with it
-            _settle(exited, -signal.SIGKILL)
+        with self._process.stdout as answers:
+            for line in answers:
+                self._last_word = time.monotonic()
+                try:
+                    self._hear(json.loads(line))
+                except (ValueError, KeyError, TypeError):  # printed by what it imports before it speaks
+                    logger.warning("the launcher of instance processes printed %r", line)
+        waiting: list[concurrent.futures.Future[Any]] = [self.ready, *self._untaken.values(), *self._started.values()]
+        for waits in waiting:
+            _settle(waits, ConfigError(LAUNCHER_ENDED))
         self.ended.set_result(None)
+        for each in list(self.on_end):
+            with suppress(RuntimeError):  # of a loop that is closed by now
+                each()
         self._on_idle(self)
 
     def _hear(self, answer: dict[str, Any]) -> None:
         if "ready" in answer:
-            _settle(self._ready, None)
+            _settle(self.ready, None)
         elif "taken" in answer:
             self._at_work.add(answer["taken"])
             _settle(self._untaken.pop(answer["taken"]), None)
@@ -190,17 +191,14 @@ class Launcher:
             self._at_work.discard(answer["id"])
             text = f"the launcher of instance processes cannot fork another: {answer['error']}"
             _settle(self._started.pop(answer["id"]), ConfigError(text))
-        elif "id" in answer:
+        elif "listening" in answer:
+            if answer["id"] in self._forked:
+                _settle(self._forked[answer["id"]].listening, Address.parse(answer["listening"]))
+        elif "process" in answer:
             self._at_work.discard(answer["id"])
-            exit_code = self._exits[answer["process"]] = concurrent.futures.Future()
-            self._addresses.setdefault(answer["process"], concurrent.futures.Future())
-            _settle(self._started.pop(answer["id"]), (answer["process"], exit_code))
-        elif "listening" in answer:  # which it may say before its launcher has said that it was forked
-            listening = self._addresses.setdefault(answer["process"], concurrent.futures.Future())
-            _settle(listening, Address.parse(answer["listening"]))
-        elif "exited" in answer:
-            _settle(self._exits.pop(answer["exited"]), answer["status"])
-            _settle(self._addresses.pop(answer["exited"]), ConfigError(NEVER_LISTENED))
+            if answer["id"] in self._started:  # else the other of the two that say so was first
+                process = self._forked[answer["id"]] = InstanceProcess(answer["process"], answer["born"])
+                _settle(self._started.pop(answer["id"]), process)
         elif "awake" in answer:
             _settle(self._untaken.pop(answer["awake"]), None)
         elif "idle" in answer:
@@ -209,17 +207,14 @@ class Launcher:
     # ------------------------------------------------------------ between two pipelines
 
     def is_fit(self) -> bool:
-        """Tell if it could serve another pipeline: it answers, and nothing of the last one is left. Blocks."""
+        """Tell if it could serve another pipeline: it answers, and no order of the last one is on its way. Blocks."""
         until = time.monotonic() + REAP_S
-        while self._is_at_work() and not self._is_over() and time.monotonic() < until:
+        while self._is_at_work() and not self.over and time.monotonic() < until:
             time.sleep(REAP_POLL_S)
-        return not (self._is_over() or self._is_at_work())
-
-    def _is_over(self) -> bool:
-        return self.silent or self.ended.done()
+        return not (self.over or self._is_at_work())
 
     def _is_at_work(self) -> bool:
-        return bool(self._untaken or self._started or self._at_work or self._exits)
+        return bool(self._untaken or self._started or self._at_work)
 
     def rest(self, seconds: float, on_idle: Callable[[Launcher], None]) -> None:
         """Have ``on_idle`` called, on a thread of its own, after ``seconds`` without an order, or when it has ended.
@@ -234,8 +229,8 @@ class Launcher:
 
         One that has not even begun, as its pipeline was given up at once, is not asked: its first order waits for that.
         """
-        if not self._ready.done():
-            return not self._is_over()
+        if not self.ready.done():
+            return not self.over
         mark = os.urandom(8).hex()
         awake = self._untaken[mark] = concurrent.futures.Future()
         try:
@@ -252,25 +247,13 @@ class Launcher:
         threading.Thread(target=self.close, name="trinity-launcher-end", daemon=True).start()
 
     def close(self) -> None:
-        """End the launcher and every instance that it forked. Blocks; calling it twice does no harm.
-
-        It is told to: a copy that the program has forked holds its stdin open. One that imports still is killed.
-        """
+        """End the launcher, and no instance that it forked. Blocks; calling it twice does no harm."""
         assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        begun = self._ready.done() and self._ready.exception() is None
-        with suppress(ConfigError, OSError, ValueError):  # unsent orders, if it has ended; closed by the first call
-            if begun and not self.silent:
-                self._write({"end": True})
-        with suppress(OSError):
+        self._process.kill()  # it holds nothing
+        self._process.wait()
+        with suppress(OSError):  # unsent orders
             self._process.stdin.close()
-        try:
-            self._process.wait(LAUNCHER_STOP_S if begun and not self.silent else 0.0)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._reader.join()
-        self._process.stdout.close()
+        self._reader.join(INSTANCE_STOP_S)  # an instance that was forked just now says so first
 
 
 def _shielded(answer: concurrent.futures.Future[Answer]) -> asyncio.Future[Answer]:
@@ -289,10 +272,9 @@ def _settle(waits: concurrent.futures.Future[Any], answer: object) -> None:
             waits.set_result(answer)
 
 
-def _kill(started: concurrent.futures.Future[ForkedProcess]) -> None:
+def _kill(started: concurrent.futures.Future[InstanceProcess]) -> None:
     if not started.cancelled() and started.exception() is None:
-        with suppress(ProcessLookupError):
-            os.kill(started.result()[0], signal.SIGKILL)
+        started.result().kill()
 
 
 _kept: list[Launcher] = []
@@ -328,5 +310,5 @@ def kept_launcher(torch: bool = True) -> KeptLauncher:
 def find_kept(torch: bool = True) -> Launcher | None:
     """Return the launcher of an open ``kept_launcher`` if it takes orders."""
     own = [each for each in _kept if each.torch is torch and each.parent == os.getpid()]
-    kept = [each for each in own if not each.silent and not each.ended.done()]
+    kept = [each for each in own if not each.over]
     return kept[-1] if kept else None

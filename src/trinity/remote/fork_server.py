@@ -1,16 +1,17 @@
 """Fork server: a process that imports torch once and forks instances, so that each starts in a fraction of a second.
 
 Speaks JSON lines. {"id", "address", "secret", "model", "once", "shared", "tls"} on stdin forks an instance; on stdout
-are {"ready"}, {"taken"} (an order's id), {"id", "process"} or {"id", "error"}, and {"exited", "status"}; an instance
-itself says {"listening", "process"} there, its address. Between two pipelines of its program, {"rest"} (seconds) has it
-say {"idle"} after so long without an order, and {"wake"} (a mark) is answered by {"awake"}. Whatever else writes to
-stdout finds stderr there. It ends when stdin or its program does, or it is told {"end"}, and its children with it; so
-it does in place of a rest, if it is no more as it began.
+are {"ready"}, {"taken"} (an order's id), {"id", "process", "born"} or {"id", "error"}. An instance says the former
+itself as well, as this process may end before it has, and {"listening", "id"}, its address. Between two pipelines of
+its program, {"rest"} (seconds) has it say {"idle"} after so long without an order, and {"wake"} (a mark) is answered by
+{"awake"}. Whatever else writes to stdout finds stderr there. It ends when stdin does, and in place of a rest, if it is
+no more as it began; the kernel ends it with its program. Instances end with the program, too, not with this process.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import importlib
 import json
@@ -25,37 +26,36 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from trinity.errors.parent_process import die_with_parent
+from trinity.errors.parent_process import die_with_holder, name_process
+from trinity.remote.process_identity import describe_inheritance, read_start
 
 PACED_MODULES = ("trinity.remote.server",)
-LOOK_S = 5.0  # between two looks at whether its program is there
 MODEL_MODULES = ("torch", "transformers", *PACED_MODULES, "trinity.stages.language", "trinity.stages.encode")
 _preloaded: set[str] = set()
 _answers = 1  # descriptor of the answers
 
 
 def main() -> None:
-    """Fork an instance for every order on stdin, and report those that end, until stdin or the program ends.
+    """Fork an instance for every order on stdin, until that or the program ends.
 
-    The number among the arguments is the program's process: it may have ended before this one looks for its parent.
+    The number among the arguments is the descriptor of the program's lifeline.
     """
-    program = next(int(each) for each in sys.argv[1:] if each.isdigit())
+    lifeline = next(int(each) for each in sys.argv[1:] if each.isdigit())
+    die_with_holder(lifeline)
     keep_answers()
+    name_process("launch")
     gc.disable()  # modules stay: looking through them again and again is a tenth of the time that imports take
     preload(PACED_MODULES if "--paced" in sys.argv else MODEL_MODULES)
     gc.freeze()
     gc.enable()
     ended, bequest = watch_children(), describe_bequest()
     write_message({"ready": os.getpid()})
-    children: set[int] = set()
     pending, rested = b"", math.inf
-    while has_parent(program):  # its stdin may be held open by a copy of the program, which that has forked
-        wait_s = max(0.0, min(LOOK_S, rested - time.monotonic()))
+    while True:
+        wait_s = None if rested == math.inf else max(0.0, rested - time.monotonic())
         ready, _, _ = select.select([0, ended], [], [], wait_s)
         if ended in ready:
-            with contextlib.suppress(BlockingIOError):
-                os.read(ended, 4096)
-            reap_children(children)
+            reap_children(ended)
         if 0 in ready:
             data = os.read(0, 65536)
             if not data:
@@ -63,21 +63,13 @@ def main() -> None:
             *lines, pending = (pending + data).split(b"\n")
             orders = [json.loads(line) for line in lines]
             for order in orders:
-                rested = carry_out(order, children)
-            if any("end" in each or ("rest" in each and describe_bequest() != bequest) for each in orders):
+                rested = carry_out(order, lifeline)
+            if any("rest" in each and describe_bequest() != bequest for each in orders):
                 break
         elif time.monotonic() >= rested:
             rested = math.inf
             write_message({"idle": os.getpid()})
-    end_all(children)
-    sys.stdout.flush()
-    sys.stderr.flush()
     os._exit(0)  # torch would take a third of a second to end in order
-
-
-def has_parent(program: int) -> bool:
-    """Tell if the program is there still; out of its sight, in a PID namespace below its own, nobody can."""
-    return os.getppid() in (program, 0)
 
 
 def describe_bequest() -> tuple[object, ...]:
@@ -86,8 +78,6 @@ def describe_bequest() -> tuple[object, ...]:
     A thread, or a context on a device (which has threads and open files), makes each fork of it useless. In a sandbox
     that shows no process nobody can tell: two descriptions are never equal there.
     """
-    from trinity.remote.process_identity import describe_inheritance
-
     try:
         threads, files = (sorted(os.listdir(f"/proc/self/{kind}")) for kind in ("task", "fd"))
     except OSError:
@@ -106,20 +96,16 @@ def watch_children() -> int:
     return ended
 
 
-def carry_out(order: dict[str, Any], children: set[int]) -> float:
+def carry_out(order: dict[str, Any], lifeline: int) -> float:
     """Carry out an order; return when it will have rested, on the monotonic clock."""
-    if "end" in order:
-        return math.inf
     if "rest" in order:
         return time.monotonic() + float(order["rest"])
     if "wake" in order:
         write_message({"awake": order["wake"]})
-        return math.inf
-    write_message({"taken": order["id"]})
-    preload_model(order["model"])
-    process = fork_instance(order)
-    if process:
-        children.add(process)
+    else:
+        write_message({"taken": order["id"]})
+        preload_model(order["model"])
+        fork_instance(order, lifeline)
     return math.inf
 
 
@@ -152,37 +138,27 @@ def write_message(message: dict[str, Any]) -> None:
     os.write(_answers, json.dumps(message).encode() + b"\n")
 
 
-def reap_children(children: set[int]) -> None:
-    """Report every child that has ended, with its exit code."""
-    for process in list(children):
-        ended, status = os.waitpid(process, os.WNOHANG)
-        if ended:
-            children.discard(process)
-            write_message({"exited": process, "status": os.waitstatus_to_exitcode(status)})
+def reap_children(ended: int) -> None:
+    """Take note of every child that has ended: their program hears of that by itself."""
+    with contextlib.suppress(BlockingIOError):
+        os.read(ended, 4096)
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
 
 
-def end_all(children: set[int]) -> None:
-    """Kill every child and wait for its end."""
-    for process in children:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process, signal.SIGKILL)
-            os.waitpid(process, 0)
-
-
-def fork_instance(order: dict[str, Any]) -> int:
-    """Fork an instance as ordered and return its process number, 0 if that fails; the child never returns."""
-    launcher = os.getpid()
+def fork_instance(order: dict[str, Any], lifeline: int) -> None:
+    """Fork an instance as ordered; the child never returns."""
     try:
         process = os.fork()
     except OSError as error:  # no memory, or too many processes: this order's fault alone
-        write_message({"id": order["id"], "error": str(error)})
-        return 0
-    if process:
-        write_message({"id": order["id"], "process": process})
-        return process
+        return write_message({"id": order["id"], "error": str(error)})
+    if process:  # which has not been waited for: its number is no other's
+        return write_message({"id": order["id"], "process": process, "born": read_start(process)})
     code = 1
     try:
-        die_with_parent(launcher)
+        die_with_holder(lifeline)
+        write_message({"id": order["id"], "process": os.getpid(), "born": read_start(os.getpid())})
         gc.freeze()
         importlib.invalidate_caches()  # what has been installed since this launcher began is found
         signal.set_wakeup_fd(-1)
@@ -196,7 +172,8 @@ def fork_instance(order: dict[str, Any]) -> int:
 
         tls = TLSConfig(*order["tls"]) if order.get("tls") else None
         secret = bytes.fromhex(order["secret"])
-        code = serve_instance(order["address"], secret, say_listening, once=order["once"], tls=tls)
+        announce = functools.partial(say_listening, order["id"])
+        code = serve_instance(order["address"], secret, announce, once=order["once"], tls=tls)
     except BaseException:
         traceback.print_exc()
     finally:
@@ -205,9 +182,9 @@ def fork_instance(order: dict[str, Any]) -> int:
         os._exit(code)
 
 
-def say_listening(bound: object) -> None:
+def say_listening(mark: str, bound: object) -> None:
     """Say where this instance listens, and leave stdout's pipe to the launcher: it must end with that."""
-    write_message({"listening": str(bound), "process": os.getpid()})
+    write_message({"listening": str(bound), "id": mark})
     os.close(_answers)
 
 

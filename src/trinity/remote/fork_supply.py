@@ -1,16 +1,19 @@
-"""ForkSupply: instances of this host, forked by a launcher, which the supervisor's core numbers and replaces."""
+"""Forked instances of this host: they are this program's, and a launcher that has ended or is frozen is replaced.
+
+An instance needs its launcher for no longer than the fork. Its program kills it by a descriptor of its process, and the
+kernel does once the program has ended (docs/decisions/0123-launchers-that-nobody-depends-on.md).
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
 from pathlib import Path
 
 from trinity.errors import ConfigError
 from trinity.remote.channel import Address
-from trinity.remote.fork_client import LAUNCHER_ENDED, Launcher
-from trinity.remote.process_identity import read_start
+from trinity.remote.fork_client import INSTANCE_STOP_S, Launcher
+from trinity.remote.leftovers import make_shared_folder
 from trinity.remote.supply import InstanceOrder, InstancePlace, InstanceProcess
 from trinity.remote.tls import TLSConfig
 from trinity.remote.warm_launchers import LAUNCHER_WAITS_S, leave_launcher, take_launcher
@@ -18,96 +21,123 @@ from trinity.remote.warm_launchers import LAUNCHER_WAITS_S, leave_launcher, take
 logger = logging.getLogger("trinity")
 
 
-class ForkSupply:
-    """Forks each life as a process that listens on a socket file.
+class InstanceForks:
+    """Forks instances, for whoever begins and ends their lives.
 
-    - ``folder``: of the socket files. ``shared`` (""): folder for what UCX keeps in shared memory.
-    - ``tls`` (None): with which its instances reach those on TCP.
-    - ``waits_s`` (seconds, 120): how long a launcher waits for another pipeline of this program; 0: it ends.
-    - ``on_gone`` (None): called with the number of a launcher that has ended by itself, or could not be started.
+    - ``waits_s`` (seconds, 0): how long the launcher waits for another pipeline of this program in the end; 0: it ends.
+    - ``opening`` (None): the launcher in use, and whether it is ours to leave.
 
-    A life is begun by the launcher that was opened last. Raises ``LauncherSilent`` where that takes no orders: then
-    another is opened, and the old one ended once no life that it has begun is left.
+    A launcher that has died is replaced at once, in the background; one that takes no order at the next fork.
     """
 
-    def __init__(
+    def __init__(self, waits_s: float = 0.0) -> None:
+        self.opening: asyncio.Task[tuple[Launcher, bool]] | None = None
+        self._waits_s, self._torch, self._closed = waits_s, True, False
+        self._lives: set[InstanceProcess] = set()
+        self._shared = make_shared_folder()
+
+    async def fork(
         self,
-        folder: Path,
+        address: Address,
+        secret: bytes,
+        model: str,
         *,
-        shared: str = "",
+        torch: bool = True,
+        once: bool = True,
         tls: TLSConfig | None = None,
-        waits_s: float = LAUNCHER_WAITS_S,
-        on_gone: Callable[[int], None] | None = None,
-    ) -> None:
-        self._folder, self._shared, self._tls, self._waits_s = folder, shared, tls, waits_s
-        self._on_gone = on_gone or (lambda number: None)
-        self.launchers: dict[int, asyncio.Task[tuple[Launcher, bool] | None]] = {}  # and whether it is ours to leave
-        self._watches: set[asyncio.Task[None]] = set()
-        self._processes: dict[tuple[str, int], InstanceProcess] = {}
+    ) -> InstanceProcess:
+        """Fork an instance, as ``Launcher.launch`` does. ``torch``: of a launcher that is started for it."""
+        self._torch = torch
+        launcher, _ = await asyncio.shield(self._open())
+        shared = str(self._shared.path) if self._shared is not None else ""
+        process = await launcher.launch(address, secret, model, once=once, shared=shared, tls=tls)
+        self._lives.add(process)
+        return process
 
-    # ------------------------------------------------------------ launchers
+    async def kill(self, process: InstanceProcess) -> None:
+        """End an instance."""
+        await process.end()
+        self._lives.discard(process)
 
-    def open_launcher(self, number: int, torch: bool = True) -> None:
-        """Start a launcher, or take one that waits, under a number that is larger than those before.
+    def _open(self) -> asyncio.Task[tuple[Launcher, bool]]:
+        """Return the launcher in use, another where that is over."""
+        former = self.opening
+        if former is not None and not (former.done() and (former.exception() or former.result()[0].over)):
+            return former
+        self.opening = asyncio.get_running_loop().create_task(self._take())  # never cancelled: it would be left behind
+        self.opening.add_done_callback(lambda done: done.exception())  # which the next fork raises again
+        if former is not None and not former.exception():
+            self._let_go(*former.result())
+        return self.opening
 
-        ``torch``: as ``Launcher`` has it.
-        """
-        loop = asyncio.get_running_loop()  # never cancelled: a launcher that nobody holds would be left behind
-        self.launchers[number] = loop.create_task(self._get_launcher(number, torch))
-
-    async def _get_launcher(self, number: int, torch: bool) -> tuple[Launcher, bool] | None:
+    async def _take(self) -> tuple[Launcher, bool]:
         try:
-            found = await take_launcher(torch)
+            launcher, own = await take_launcher(self._torch)
         except OSError as error:
-            logger.error("a launcher of instance processes could not be started: %s", error)
-            self._on_gone(number)
-            return None
-        watch = asyncio.get_running_loop().create_task(self._await_end(number, found[0]))
-        self._watches.add(watch)
-        watch.add_done_callback(self._watches.discard)
-        return found
+            raise ConfigError(f"a launcher of instance processes could not be started: {error}") from error
+        loop = asyncio.get_running_loop()
+        self._on_end = lambda: loop.call_soon_threadsafe(self._replace, launcher)
+        launcher.on_end.add(self._on_end)
+        return launcher, own
 
-    async def _await_end(self, number: int, launcher: Launcher) -> None:
-        await asyncio.shield(asyncio.wrap_future(launcher.ended))
-        if number in self.launchers:
-            logger.error("the launcher of instance processes has ended; another is started when one is needed")
-            self._on_gone(number)
+    def _replace(self, ended: Launcher) -> None:
+        """Start another launcher in place of one that has ended; one that never was ready is only tried when needed."""
+        if not self._closed and ended.ready.exception() is None:
+            logger.error("the launcher of instance processes has ended; another is started, and no instance is lost")
+            self._open()
 
-    async def end_launcher(self, number: int) -> None:
-        """Leave a launcher to the next pipeline, or end it with what it has begun. Takes a moment."""
-        getting = self.launchers.pop(number, None)
-        found = await getting if getting is not None else None
-        if found is not None and found[1]:
-            await asyncio.to_thread(leave_launcher, found[0], self._waits_s)
+    def _let_go(self, launcher: Launcher, own: bool) -> None:
+        launcher.on_end.discard(self._on_end)
+        if own:
+            launcher.dismiss()
 
-    # ------------------------------------------------------------ lives
+    async def close(self) -> None:
+        """End every instance, leave or end the launcher, and remove what they have in shared memory."""
+        self._closed = True
+        try:
+            async with asyncio.timeout(INSTANCE_STOP_S):
+                await asyncio.gather(*map(self.kill, list(self._lives)))
+        except TimeoutError:
+            logger.error("processes of instances were killed and have not ended in %s s", INSTANCE_STOP_S)
+        opening, self.opening = self.opening, None
+        if opening is not None and not (await asyncio.wait([opening]) and opening.exception()):
+            launcher, own = opening.result()
+            launcher.on_end.discard(self._on_end)
+            if own:
+                await asyncio.to_thread(leave_launcher, launcher, self._waits_s)
+        if self._shared is not None:
+            self._shared.remove()
+
+
+class ForkSupply(InstanceForks):
+    """Supply of instances that listen on socket files.
+
+    - ``folder``: of those. ``tls`` (None): with which its instances reach those on TCP.
+    - ``waits_s`` (120): as ``InstanceForks`` has it.
+    """
+
+    def __init__(self, folder: Path, tls: TLSConfig | None = None, waits_s: float = LAUNCHER_WAITS_S) -> None:
+        super().__init__(waits_s)
+        self._folder, self._tls = folder, tls
+        self._begun: dict[tuple[str, int], tuple[InstanceProcess, Path]] = {}
 
     async def begin(self, order: InstanceOrder) -> InstancePlace:
-        newest = max(self.launchers, default=None)
-        found = await asyncio.shield(self.launchers[newest]) if newest is not None else None
-        if found is None:
-            raise ConfigError(LAUNCHER_ENDED)
-        address = Address("unix", path=str(self._folder / f"{order.name}-{order.epoch}.sock"))
-        number, exit_code = await found[0].launch(
-            address, order.secret, order.model, shared=self._shared, tls=self._tls
-        )
-        process = InstanceProcess(number, read_start(number), exit_code)
-        self._processes[order.name, order.epoch] = process
+        file = self._folder / f"{order.name}-{order.epoch}.sock"
+        address = Address("unix", path=str(file))
+        process = await self.fork(address, order.secret, order.model, torch=bool(order.model), tls=self._tls)
+        self._begun[order.name, order.epoch] = process, file
         return InstancePlace(address, process)
 
     async def end(self, name: str, epoch: int) -> None:
-        """Kill it, and wait for its end by the system's word."""
-        process = self._processes.get((name, epoch))
-        if process is not None:
-            await process.end()
-        self._processes.pop((name, epoch), None)
+        """Kill it, and wait for its end by the system's word.
+
+        Its socket file goes too: the next life needs the inode on a disk that is full.
+        """
+        if (name, epoch) in self._begun:
+            process, file = self._begun[name, epoch]
+            await self.kill(process)
+            file.unlink(missing_ok=True)
+        self._begun.pop((name, epoch), None)
 
     async def aclose(self) -> None:
-        for process in self._processes.values():
-            process.kill()
-        self._processes.clear()
-        for number in list(self.launchers):
-            await self.end_launcher(number)
-        for watch in list(self._watches):
-            watch.cancel()
-        await asyncio.gather(*self._watches, return_exceptions=True)
+        await self.close()

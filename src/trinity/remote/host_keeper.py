@@ -2,7 +2,7 @@
 
     TRINITY_SECRET=... trinity instance --hosts hosts.toml --on alpha
 
-A launcher imports torch once and forks them; the kernel ends it with this command, and each instance with the launcher.
+A launcher imports torch once and forks them; the kernel ends all of them with this command.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from pathlib import Path
 from trinity.errors import ConfigError, TrinityError
 from trinity.instance import Instance
 from trinity.remote.channel import Address
+from trinity.remote.fork_supply import InstanceForks
 from trinity.remote.host_addresses import is_numeric, is_own
-from trinity.remote.host_launchers import HostLaunchers
 from trinity.remote.hosts import HostEntry, HostTable
 from trinity.remote.tls import TLSConfig
 from trinity.transport.ucx_environment import DEVICES_VARIABLE, take_interface_of
@@ -29,7 +29,6 @@ from trinity.transport.ucx_environment import DEVICES_VARIABLE, take_interface_o
 logger = logging.getLogger("trinity")
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0  # before a life that follows; doubled each time
 STEADY_LIFE_S = 30.0  # after one so long, the pause is the first again
-END_LOOK_S = 1.0  # between two looks at the system's word: a frozen launcher tells of no end
 
 
 class HostKeeper:
@@ -54,7 +53,7 @@ class HostKeeper:
     ) -> None:
         self._instances, self._secret, self._announce = list(instances), secret, announce
         self._model, self._emulated, self._tls = model, emulated, tls
-        self._forks = HostLaunchers()
+        self._forks = InstanceForks()
 
     async def run(self) -> None:
         """Run until it is cancelled; then end all of them."""
@@ -78,28 +77,19 @@ class HostKeeper:
     async def _live(self, name: str, address: Address) -> str:
         """Begin a life and wait for its end; return why it ended, or could not begin."""
         try:
-            life = await self._forks.fork(
+            process = await self._forks.fork(
                 address, self._secret, self._model, torch=not self._emulated, once=False, tls=self._tls
             )
         except (TrinityError, OSError) as error:
             return str(error)
-        process = life.process
         try:
-            self._announce(name, await life.find_address())
-            while not (process.exit_code.done() or process.has_ended()):
-                await asyncio.wait([process.exit_code], timeout=END_LOOK_S)
-            return f"process {process.number} has ended{_describe_exit(process.exit_code)}"
+            self._announce(name, await process.find_address())
+            await process.wait()
+            return f"process {process.number} has ended"
         except TrinityError as error:
             return str(error)
         finally:
-            await self._forks.kill(life)
-
-
-def _describe_exit(exit_code: asyncio.Future[int]) -> str:
-    code = exit_code.result() if exit_code.done() and not exit_code.cancelled() else None
-    if code is None:
-        return ""
-    return f" by {signal.Signals(-code).name}" if code < 0 else f" with code {code}"
+            await self._forks.kill(process)
 
 
 def check_host(host: HostEntry, model: Path | None) -> str:

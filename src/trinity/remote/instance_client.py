@@ -30,6 +30,7 @@ from trinity.remote.request_faults import decode_or_end, end_requests, requests_
 from trinity.remote.supervisor_messages import Event, Linked, Lost, NextLoaded, Refused, Unlinked
 from trinity.remote.supply import InstancePlace, InstanceProcess
 from trinity.remote.wire import (
+    AtStep,
     CheckFiles,
     ConnectReport,
     FilesChecked,
@@ -72,7 +73,8 @@ class Watcher(Protocol):
 class InstanceClient:
     """One life of an instance in its own process. ``post`` sends it an event; ``report`` hears of its links and end.
 
-    - ``last_heard`` (s, monotonic clock; None): when its last message came.
+    - ``last_heard`` (s, monotonic clock; None): when its last sign of life came.
+    - ``step`` (None): when the long step began that a lane is at (monotonic clock), and its predicted seconds.
     - ``problem`` (None): the error for which it could not start or go on. ``says_so``: it has told of that itself.
     """
 
@@ -90,6 +92,8 @@ class InstanceClient:
         self.problem: TrinityError | None = None
         self.says_so = False
         self.last_heard: float | None = None
+        self.step: tuple[float, float] | None = None
+        self._step_lane = ""
         self._watcher, self._timeline, self._report = watcher, timeline, report
         self._weights = weights or WeightsAgreement()
         self._process: InstanceProcess | None = None
@@ -164,6 +168,10 @@ class InstanceClient:
         assert self.started is not None
         return self.started.up
 
+    def long_step(self) -> tuple[str, float] | None:
+        """Return lane and begin of a step that may keep back its reports; None if there is none."""
+        return (self._step_lane, self.step[0]) if self.step is not None and self._step_lane else None
+
     def post(self, event: Value) -> None:
         """Send an event; one for a lost instance is dropped. One that cannot be sent ends its own request alone."""
         if self._channel is not None and not self._channel.closed:  # else its loss is about to be reported
@@ -219,8 +227,13 @@ class InstanceClient:
             async for frame in channel:
                 if self._loss:
                     break
-                self.last_heard = time.monotonic()
                 message = decode_or_end(frame, self.name, self._watcher.send_to_frontend)
+                if isinstance(message, AtStep):
+                    began = time.monotonic() - (message.seconds or 0.0)
+                    self.step = (began, message.predicted_s) if message.seconds is not None else None
+                    self._step_lane = message.lane or self._step_lane
+                    continue
+                self.last_heard = time.monotonic()
                 if isinstance(message, InstanceFailure):
                     why, self.problem = f"{message.error}: {message.message}", to_error(message)
                 else:
@@ -295,7 +308,7 @@ async def _connect_when_up(place: InstancePlace, secret: bytes) -> Channel:
         try:
             return await connect(place.address, secret, encode(Hello(FRONTEND)), tls=place.tls)
         except PeerLost as error:
-            if (process is not None and process.exit_code.done()) or loop.time() > deadline:
+            if (process is not None and process.has_ended()) or loop.time() > deadline:
                 raise ConfigError(f"the instance at {place.address} did not come up; see its output") from error
         await asyncio.sleep(LISTEN_POLL_S)
 

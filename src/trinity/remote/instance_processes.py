@@ -19,12 +19,13 @@ from trinity.instance import Instance
 from trinity.memory.weight_shelf import WeightShelf, open_shelf
 from trinity.remote.agreement import WeightsAgreement
 from trinity.remote.channel import Address
-from trinity.remote.fork_client import INSTANCE_STOP_S, LauncherSilent
+from trinity.remote.fork_client import INSTANCE_STOP_S
 from trinity.remote.fork_supply import ForkSupply
 from trinity.remote.guarded_supply import GuardedSupply
 from trinity.remote.health_changes import HealthChanges
 from trinity.remote.instance_client import InstanceClient, Watcher
-from trinity.remote.leftovers import OwnedFolder, make_shared_folder
+from trinity.remote.leftovers import OwnedFolder
+from trinity.remote.process_identity import is_stopped
 from trinity.remote.supervisor import ProcessConfig, parse_addresses
 from trinity.remote.supervisor_core import SupervisorCore
 from trinity.remote.supervisor_messages import (
@@ -32,14 +33,11 @@ from trinity.remote.supervisor_messages import (
     CloseAll,
     Down,
     Ended,
-    EndLauncher,
     Event,
     Fence,
     InstanceHealth,
     Introduce,
     Launch,
-    LauncherGone,
-    LauncherStuck,
     Leaving,
     Loaded,
     Lost,
@@ -49,7 +47,6 @@ from trinity.remote.supervisor_messages import (
     Removed,
     Retire,
     Separate,
-    StartLauncher,
     Suspect,
     Up,
 )
@@ -84,14 +81,12 @@ class InstanceSupervisor:
         self._config = config or ProcessConfig()
         self._watcher, self._timeline = watcher, timeline
         self._secret = secret or secrets.token_bytes(32)
-        self._folder, self._shared, self._weights = OwnedFolder(), make_shared_folder(), WeightsAgreement()
+        self._folder, self._weights = OwnedFolder(), WeightsAgreement()
         self._shelf: WeightShelf | None = None
-        shared = str(self._shared.path) if self._shared is not None else ""
         tls = self._config.tls
         # What has passed on a secret that opens others' instances must not fork those of another pipeline.
         waits_s = self._config.launcher_waits_s if secret is None else 0.0
-        forking: dict[str, Any] = {"shared": shared, "tls": tls, "waits_s": waits_s}
-        self.forks = ForkSupply(self._folder.path, **forking, on_gone=self._hear_launcher_gone)
+        self.forks = ForkSupply(self._folder.path, tls, waits_s)
         self._attached = AttachedSupply(addresses, tls)
         self._lent = GuardedSupply(self._config.supply) if self._config.supply is not None else None
         self.members: dict[str, InstanceClient] = {}
@@ -107,7 +102,6 @@ class InstanceSupervisor:
         self._changes = HealthChanges(self._config.on_change)
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._endings: list[asyncio.Task[None]] = []  # of launchers
         self._all_up: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     async def start(self, setups: Sequence[Setup]) -> dict[str, InstanceClient]:
@@ -170,8 +164,6 @@ class InstanceSupervisor:
         logger.exception("%s was not carried out", command)
         if isinstance(command, (Launch, Proceed, Introduce, Separate, Up)):
             self._events.append(Lost(command.name, command.epoch, f"{type(command).__name__} failed: see the log"))
-        elif isinstance(command, StartLauncher):
-            self._events.append(LauncherGone(command.number))
 
     def _carry_out(self, command: Event) -> None:
         if isinstance(command, Launch):
@@ -181,11 +173,6 @@ class InstanceSupervisor:
         elif isinstance(command, NextLost):
             client = self._lives.get((command.name, command.epoch))  # none where its Launch has failed
             self.problems[command.name] = client.problem if client is not None and client.says_so else None
-        elif isinstance(command, StartLauncher):
-            self.forks.open_launcher(command.number, any(setup.paced is None for setup in self.setups.values()))
-        elif isinstance(command, EndLauncher):
-            ending = asyncio.get_running_loop().create_task(self.forks.end_launcher(command.number))
-            self._endings.append(ending)  # never cancelled: its thread would be left behind
         elif isinstance(command, Fence):
             self._run(self._fence((command.name, command.epoch)))
             if (command.name, command.epoch) in self._lives:  # its Launch may have failed
@@ -284,10 +271,6 @@ class InstanceSupervisor:
             return self._attached
         return self._lent if self._lent is not None else self.forks
 
-    def _hear_launcher_gone(self, number: int) -> None:
-        if not self.core.closing:
-            self.handle(LauncherGone(number))
-
     # ------------------------------------------------------------ a life
 
     async def _launch(self, command: Launch) -> None:
@@ -296,9 +279,6 @@ class InstanceSupervisor:
         client = self._lives[name, epoch]
         try:
             await self._attach(client)
-        except LauncherSilent as error:
-            client.problem = error
-            self.handle(LauncherStuck(command.launcher))
         except (TrinityError, OSError) as error:
             client.problem = error if isinstance(error, TrinityError) else ConfigError(f"instance {name}: {error}")
             self.handle(Lost(name, epoch, str(error)))
@@ -345,9 +325,14 @@ class InstanceSupervisor:
             late = time.monotonic() - began - pause  # the loop itself was blocked: their messages wait to be read
             for life, client in list(self._lives.items()):
                 if client.last_heard is not None and (client.alive or client.started is None):
-                    client.last_heard += late if late > pause else 0.0
+                    late = late if late > pause else 0.0
+                    client.last_heard += late
+                    now, step = time.monotonic(), client.step
+                    client.step = step = (step[0] + late, step[1]) if step is not None else None
+                    stopped = step is not None and is_stopped(client.process)  # it is at no step then
+                    at = (now - step[0], step[1]) if step is not None and not stopped else ()
                     try:
-                        self.handle(Quiet(*life, time.monotonic() - client.last_heard))
+                        self.handle(Quiet(*life, now - client.last_heard, *at))
                     except Exception:
                         logger.exception("the silence of %s was not told", life[0])
 
@@ -377,13 +362,11 @@ class InstanceSupervisor:
         finally:
             for task in list(self._tasks):
                 task.cancel()
-            await asyncio.gather(*self._tasks, *self._endings, return_exceptions=True)
+            await asyncio.gather(*self._tasks, return_exceptions=True)
             await self._close_supplies()
             if self._shelf is not None:
                 await asyncio.to_thread(self._shelf.close)
             self._folder.remove()
-            if self._shared is not None:
-                self._shared.remove()
 
     async def _close_supplies(self) -> None:
         """Close all three; one of somebody else's may fail, or not return."""

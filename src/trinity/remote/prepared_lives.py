@@ -6,8 +6,7 @@ given the word to go on in place of a launch, once the present life of its name 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from itertools import count
+from collections.abc import Callable
 from typing import Any
 
 from trinity.remote.supervised_lives import LifePhase, Member, NextLife
@@ -23,7 +22,6 @@ from trinity.remote.supervisor_messages import (
     NextLost,
     Proceed,
     Quiet,
-    StartLauncher,
 )
 
 SUSPECT_S = 2.0  # of silence: requests are routed past it, and one that was prepared is not relied on
@@ -35,9 +33,7 @@ class PreparedLives:
 
     members: dict[str, Member]
     silence_s: float
-    launcher: int
     closing: bool
-    _launchers: count[int]
     _out: list[Event]
 
     # ------------------------------------------------------------ for the core
@@ -47,14 +43,14 @@ class PreparedLives:
         if member.next is None or member.next.suspected:
             self._dismiss(member)
             return False
-        member.epoch, member.launcher, member.next = member.next.epoch, member.next.launcher, None
+        member.epoch, member.next = member.next.epoch, None
         self._out.append(Proceed(member.name, member.epoch))
         return True
 
     def _dismiss(self, member: Member) -> None:
         """End the life that was prepared, if there is one."""
         if member.next is not None:
-            member.dismissed[member.next.epoch] = member.next.launcher
+            member.dismissed.add(member.next.epoch)
             self._out.append(Fence(member.name, member.next.epoch))
             member.next = None
 
@@ -64,22 +60,6 @@ class PreparedLives:
             self._dismiss(member)
             self._out.append(NextLost(member.name, epoch, why))
 
-    def _take_launcher(self, member: Member) -> int:
-        """Return the number of the launcher in use, 0 for one that needs none; it is started first if there is none."""
-        if member.by_hand:
-            return 0
-        if not self.launcher:
-            self.launcher = next(self._launchers)
-            self._out.append(StartLauncher(self.launcher))
-        return self.launcher
-
-    def _launchers_of_next(self) -> Iterator[int]:
-        """Yield the launchers of lives that were prepared and have not ended."""
-        for member in self.members.values():
-            yield from member.dismissed.values()
-            if member.next is not None:
-                yield member.next.launcher
-
     # ------------------------------------------------------------ events of the present life
 
     def _load_next(self, member: Member, event: LoadNext, now: float) -> None:
@@ -87,8 +67,8 @@ class PreparedLives:
         if member.phase is LifePhase.UP and not (member.by_hand or member.removed or self.closing):
             self._dismiss(member)
             member.newest += 1
-            member.next = NextLife(member.newest, self._take_launcher(member))
-            self._out.append(Launch(member.name, member.newest, member.next.launcher, waits=True))
+            member.next = NextLife(member.newest)
+            self._out.append(Launch(member.name, member.newest, waits=True))
 
     def _drop_next(self, member: Member, event: DropNext, now: float) -> None:
         self._dismiss(member)
@@ -113,7 +93,7 @@ class PreparedLives:
                 self._lose_next(member, f"it said nothing for {event.seconds:.1f} s")
 
     def _next_ended(self, member: Member, event: Ended, now: float) -> None:
-        member.dismissed.pop(event.epoch, None)
+        member.dismissed.discard(event.epoch)
 
 
 OF_THE_NEXT: dict[type[Event], Callable[[PreparedLives, Member, Any, float], None]] = {

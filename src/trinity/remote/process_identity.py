@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 STATUS, START = 0, 19  # places in /proc/PID/stat behind the name, which may hold anything
+STOPPED = ("T", "t")
 ZOMBIES = ("Z", "X")  # a zombie's memory is gone, once its other threads are
 OWN_THREAD = Path("/proc/thread-self")
 INHERITED_STATUS = (
@@ -29,6 +30,12 @@ def has_ended(process: int, start: int | None) -> bool:
     if not fields:
         return not _exists(process)
     return int(fields[START]) != start or _is_ending(process, fields)
+
+
+def is_stopped(process: int) -> bool:
+    """True if a process is stopped, as by SIGSTOP; False where that cannot be read."""
+    fields = _read_fields(process)
+    return bool(fields) and fields[STATUS] in STOPPED
 
 
 def describe_inheritance() -> tuple[object, ...]:

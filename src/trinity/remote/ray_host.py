@@ -1,7 +1,7 @@
 """HostActor: what runs on each of Ray's hosts: one launcher, which forks the instances there.
 
-Ray runs it as an actor, in a process of its own, and runs it again where that is lost, here or on another host. Its
-launcher ends with it, and each instance with the launcher, by the kernel.
+Ray runs it as an actor, in a process of its own, and runs it again where that is lost, here or on another host. The
+kernel ends its launcher and its instances with it.
 """
 
 from __future__ import annotations
@@ -9,20 +9,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import signal
-import time
-from contextlib import suppress
 from typing import Any
 
 from trinity.errors import ConfigError, TrinityError
 from trinity.remote.channel import Address
-from trinity.remote.host_launchers import ForkedLife, HostLaunchers
-from trinity.remote.process_identity import has_ended
+from trinity.remote.fork_supply import InstanceForks
+from trinity.remote.supply import InstanceProcess
 from trinity.remote.tls import TLSConfig
 from trinity.transport.ucx_environment import take_interface_of
 
 logger = logging.getLogger("trinity")
-_END_POLL_S = 0.005
 NEVER = -1  # the epoch before the first
 
 
@@ -37,8 +33,8 @@ class HostActor:
 
     def __init__(self, threads: int) -> None:
         self._address, self._node = find_node()
-        self.forks = HostLaunchers()
-        self._lives: dict[tuple[str, int], ForkedLife] = {}
+        self.forks = InstanceForks()
+        self._lives: dict[tuple[str, int], InstanceProcess] = {}
         self._ended: dict[str, int] = {}  # by name: the last epoch that must not begin any more
         os.environ["OMP_NUM_THREADS"] = str(threads)  # else Ray's: one for each processor of the bundle
         take_interface_of(self._address)
@@ -65,7 +61,7 @@ class HostActor:
             await self._kill(life)
             raise ConfigError("it was given up before it listened")
         return {
-            "address": str(bound), "process": forked.process.number, "born": forked.process.born, "node": self._node,
+            "address": str(bound), "process": forked.number, "born": forked.born, "node": self._node,
         }  # fmt: skip
 
     def _is_given_up(self, life: tuple[str, int]) -> bool:
@@ -83,7 +79,7 @@ class HostActor:
         for life in mine:
             await self._kill(life)
         if (name, epoch) not in mine and process is not None and node == self._node:
-            await asyncio.to_thread(end_process, process, born)
+            await InstanceProcess(process, born).end()
             return True
         return (name, epoch) in mine
 
@@ -107,7 +103,4 @@ def find_node() -> tuple[str, str]:
 
 def end_process(process: int, born: int | None) -> None:
     """Kill a process of this host, told from a later one of its number by its start, and wait for its end. Blocks."""
-    while not has_ended(process, born):
-        with suppress(ProcessLookupError):
-            os.kill(process, signal.SIGKILL)
-        time.sleep(_END_POLL_S)
+    asyncio.run(InstanceProcess(process, born).end())

@@ -24,6 +24,7 @@ from pathlib import Path
 
 from trinity.core.values import FRONTEND, is_frontend
 from trinity.errors import ConfigError, HandshakeError, TransportError, TrinityError
+from trinity.errors.parent_process import name_process
 from trinity.memory.block_memory import BlockMemory
 from trinity.remote.channel import SECRET_VARIABLE, SHORTEST_SECRET, TIMEOUT_S, Address, Channel
 from trinity.remote.fellow_front_ends import START_FIRST, refuse
@@ -50,11 +51,19 @@ class InstanceServer:
     - ``once`` (True): end after the first pipeline.
     - ``model`` (directory, None): a checkpoint on this machine, in place of the one that the pipeline names.
     - ``tls`` (None): certificates for channels over TCP, which are then all in TLS.
+    - ``on_setup`` (nothing): called with the instance's name once a pipeline has sent it.
     """
 
     def __init__(
-        self, secret: bytes, *, once: bool = True, model: str | None = None, tls: TLSConfig | None = None
+        self,
+        secret: bytes,
+        *,
+        once: bool = True,
+        model: str | None = None,
+        tls: TLSConfig | None = None,
+        on_setup: Callable[[str], None] = lambda name: None,
     ) -> None:
+        self._on_setup = on_setup
         self.secret, self.once, self.model, self.tls = secret, once, model, tls
         self.ended = asyncio.Event()
         self.session: InstanceSession | None = None
@@ -97,6 +106,7 @@ class InstanceServer:
             channel.send(encode(InstanceFailure("OfferRefused", text, "busy")))
             return await channel.aclose()
         self._waiting = True  # at most one pipeline waits for the end of the previous one
+        self._on_setup(setup.name)
         async with self._turn:
             self._waiting = False
             await self._session(channel, setup)
@@ -148,7 +158,8 @@ def serve_instance(
     async def listen_and_serve() -> None:
         if tls is not None:
             tls.check()
-        await InstanceServer(secret, once=once, model=model, tls=tls).serve(Address.parse(address), announce)
+        server = InstanceServer(secret, once=once, model=model, tls=tls, on_setup=name_process)
+        await server.serve(Address.parse(address), announce)
 
     gc.freeze()  # modules stay: collecting them again takes half a second
     try:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import ssl
+import threading
 import weakref
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
@@ -34,6 +35,7 @@ from trinity.remote.instance_setup import describe_layouts, identify_model, make
 from trinity.remote.request_faults import decode_or_end, encode_all, end_requests, requests_of
 from trinity.remote.tls import TLSConfig
 from trinity.remote.wire import (
+    AtStep,
     CheckFiles,
     ConnectReport,
     DropPeer,
@@ -59,6 +61,7 @@ from trinity.timeline import Timeline
 
 logger = logging.getLogger("trinity")
 RETRY_S = 0.1  # between two attempts to reach a peer
+ANNOUNCE_S = 0.2  # for the loop to send a word ahead of a long step
 MAX_SLICES = 50_000  # of the timeline, which is sent to the front end in one frame at the end
 
 
@@ -81,7 +84,7 @@ class InstanceSession:
         tls: TLSConfig | None = None,
     ) -> None:
         self.secret, self.crash, self.model, self.tls = secret, crash, model, tls
-        self.leaving = False
+        self.leaving = self._says_step = False
         self.pools: list[weakref.ref[BlockMemory]] = []
         self.loop = asyncio.get_running_loop()
         self.connector = Connector("shm")
@@ -132,10 +135,11 @@ class InstanceSession:
         pools = self.connector.bind(setup.name, loaded.memory)
         up = self.host.announcement()
         self.host.post(up)
+        self.host.on_long_step = self._announce_step
         self.host.start()
         info = InstanceInfo(up, self.hello, pools, self._address)
         channel.send(encode(info))
-        self._start(_beat_while_digesting(channel, self.host))
+        self._start(self._beat_at_work(channel, self.host))
         self._unread = (directory, files) if not weights and setup.paced is None else None
         try:
             await self._follow(channel, setup, lambda host: self.fellows.open(host, info, setup.config))
@@ -344,6 +348,37 @@ class InstanceSession:
             messages = [message for message in messages if not isinstance(message, PeerLoad)]
         self._send_all(encode_all(messages, self.hello.name))
 
+    def _announce_step(self, lane: str, predicted_s: float) -> None:
+        """Say of a step that it begins, before its lane may hold the interpreter for longer than silence is borne."""
+        said = threading.Event()
+
+        def say() -> None:
+            if self._frontend is not None:
+                self._says_step = True
+                send_while_open(self._frontend, encode(AtStep(0.0, predicted_s, lane)))
+            said.set()
+
+        self.loop.call_soon_threadsafe(say)
+        said.wait(ANNOUNCE_S)
+
+    async def _beat_at_work(self, channel: Channel, host: InstanceHost) -> None:
+        """Say every second what step is long, and speak for a core that computes digests, for as long as it goes on.
+
+        One that hangs in a digest is spoken for no more.
+        """
+        digests, since = 0, dict[int, float]()
+        while True:
+            await asyncio.sleep(BUSY_BEAT_S)
+            if host.blocks_digested != digests:
+                digests = host.blocks_digested
+                send_while_open(channel, encode(StillBusy()))
+            now, steps = self.loop.time(), host.predict_steps()
+            since = {each: since.get(each, now) for each in steps}
+            longest, predicted_s = max(((now - since[each], steps[each]) for each in steps), default=(0.0, 0.0))
+            if longest > 0.0 or self._says_step:
+                send_while_open(channel, encode(AtStep(longest, predicted_s) if steps else AtStep()))
+            self._says_step = bool(steps) and (self._says_step or longest > 0.0)
+
     def report_crash(self, name: str, error: BaseException) -> None:
         self._send_all([encode(InstanceFailure(type(error).__name__, str(error)))])
         self.crash.set()
@@ -364,19 +399,6 @@ def _may_pass(error: TransportError) -> bool:
     if isinstance(error.__cause__, ssl.SSLError):
         return isinstance(error.__cause__, ssl.SSLEOFError)
     return isinstance(error, (PeerLost, BrokenHandshake))
-
-
-async def _beat_while_digesting(channel: Channel, host: InstanceHost) -> None:
-    """Speak for a core that computes digests, and says nothing meanwhile, for as long as it goes on.
-
-    One that hangs in a digest is spoken for no more.
-    """
-    seen = 0
-    while True:
-        await asyncio.sleep(BUSY_BEAT_S)
-        if host.blocks_digested != seen:
-            seen = host.blocks_digested
-            send_while_open(channel, encode(StillBusy()))
 
 
 async def _give_up(channel: Channel, why: InstanceFailure) -> None:

@@ -30,7 +30,6 @@ class NextLife:
     """
 
     epoch: int
-    launcher: int
     prepared: bool = False
     suspected: bool = False
 
@@ -45,8 +44,7 @@ class Member:
     epoch: int = -1
     newest: int = -1  # epoch of the last life that was launched, also of one that was prepared for nothing
     next: NextLife | None = None
-    dismissed: dict[int, int] = field(default_factory=dict)  # launchers of such, by epoch, until they have ended
-    launcher: int = 0
+    dismissed: set[int] = field(default_factory=set)  # epochs of such, until they have ended
     born: int = 0  # order of loading: of two that do not get on the younger goes
     since: float = -inf  # when it came up
     due: float = inf  # of its next start

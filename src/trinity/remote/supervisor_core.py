@@ -3,7 +3,7 @@
 ======================  ============================================================================================
 event                   commands
 ======================  ============================================================================================
-``Begin``               ``Launch`` of every instance, ``StartLauncher`` first where one is started by the pipeline
+``Begin``               ``Launch`` of every instance
 ``Loaded``              ``Introduce`` it and each that has loaded to each other
 ``Linked``              ``Up`` once it is linked to every other that has loaded and speaks; then ``Suspect`` of others
 ``Unlinked``            none; after ``RELINK_S`` with both still there the younger counts as lost; the elder where
@@ -21,10 +21,8 @@ event                   commands
 ``Replace``             the same as ``Lost``, but planned: not counted, and no pause before the next ``Launch``
 ``Add``                 the same as ``Begin``, of one more; its epochs follow those of one of its name before
 ``Remove``              the same as ``Replace``, without a next life: ``Removed`` once it has ``Ended``
-``Quiet``               ``Suspect`` from ``SUSPECT_S`` on; the same as ``Lost`` from ``silence_s`` on
-``LauncherGone``        the same as ``Lost`` for what it was starting or preparing, not for what is prepared: if that is
-                        gone, its channel ends; the next ``Launch`` begins with ``StartLauncher``
-``LauncherStuck``       the same; ``EndLauncher`` once no instance that it started is left
+``Quiet``               ``Suspect`` from ``SUSPECT_S`` on; the same as ``Lost`` from ``silence_s`` on. At a step that is
+                        long: ``Suspect`` from its predicted time on, ``Lost`` from ten times that on, silent or not
 ``Retire``              ``Fence`` of what was prepared; whoever is lost from now on stays away
 ``CloseAll``            ``Fence`` of all
 ``Tick``                whatever is due
@@ -34,6 +32,8 @@ A life is a name and an epoch; an event of another life than the present one, an
 ignored. A new life is launched, or told to proceed, only after the old one has ``Ended``, so that two of a name never
 reach the same memory: one that is prepared has none of it (``prepared_lives``). It has an epoch of its own from the
 first, which no other gets. Where the present life is lost it takes over, also before it has said that it is ready.
+What starts a life, such as a launcher, is none of this: where it fails or is gone the life is ``Lost``, and launched
+again; no life ends with it.
 """
 
 from __future__ import annotations
@@ -56,15 +56,12 @@ from trinity.remote.supervisor_messages import (
     Down,
     DropNext,
     Ended,
-    EndLauncher,
     Event,
     Fence,
     HealthState,
     InstanceHealth,
     Introduce,
     Launch,
-    LauncherGone,
-    LauncherStuck,
     Leave,
     Leaving,
     Linked,
@@ -86,6 +83,9 @@ from trinity.remote.supervisor_messages import (
 )
 
 LEAVING_SILENCE_S = 4.0  # when the pipeline is being closed, nothing is lost with one that is slow
+STEP_TIMES = 10.0  # its predicted time: a step that takes longer hangs
+STEP_FLOOR_S = 60.0  # a step hangs after no less: machines are busy, and a first one of a shape compiles
+STEP_UNKNOWN_S = 600.0  # of a step at a stage that has run none yet
 MEET_S = 30.0  # for two instances that have loaded and speak to be linked
 RELINK_S = 2.0  # until one of two that have lost their link must have been heard to be lost
 BACKOFF_S = 0.1  # before the first restart; doubled each time
@@ -104,11 +104,9 @@ class SupervisorCore(PreparedLives):
     def __init__(self, names: Sequence[str], by_hand: Sequence[str] = (), silence_s: float = 20.0) -> None:
         self.members = {name: Member(name, name in by_hand) for name in names}
         self.silence_s = silence_s
-        self.launcher = 0  # the one in use; 0: none
         self.closing = False
-        self._launchers, self._births = count(1), count()
+        self._births = count()
         self._last_epochs: dict[str, int] = {}  # of instances that were removed
-        self._stuck: set[int] = set()
         self._pairs: dict[tuple[str, str], Pair] = {}
         self._out: list[Event] = []
 
@@ -124,7 +122,6 @@ class SupervisorCore(PreparedLives):
                 self._drop_if_over(member)
         else:
             OF_ALL[type(event)](self, event, now)
-        self._end_launchers()
         return self._out
 
     @property
@@ -156,8 +153,8 @@ class SupervisorCore(PreparedLives):
         if self._launch_next(member):
             return
         member.newest += 1
-        member.epoch, member.launcher = member.newest, self._take_launcher(member)
-        self._out.append(Launch(member.name, member.epoch, member.launcher))
+        member.epoch = member.newest
+        self._out.append(Launch(member.name, member.epoch))
 
     def _loaded(self, member: Member, event: Loaded, now: float) -> None:
         if member.phase is not LifePhase.LOADING:
@@ -275,36 +272,23 @@ class SupervisorCore(PreparedLives):
             member.due = inf if over else max(now, member.pause)
 
     def _quiet(self, member: Member, event: Quiet, now: float) -> None:
+        at_work = event.step_s is not None and member.phase in PRESENT  # may hold its interpreter for as long
         longest = self.silence_s if member.phase in PRESENT else max(self.silence_s, LOADING_SILENCE_S)
+        longest = max(longest, STEP_TIMES * event.predicted_s or STEP_FLOOR_S) if at_work else longest
         longest = min(longest, LEAVING_SILENCE_S) if self.closing else longest
         if event.seconds > longest and member.phase in ALIVE:
             self._lose(member, f"it said nothing for {event.seconds:.1f} s", now)
-        elif member.phase in PRESENT and (event.seconds > SUSPECT_S) is not member.suspected:
+        elif at_work and event.step_s is not None and event.step_s > find_step_limit(event.predicted_s):
+            known = f"{event.predicted_s:.2g} s were predicted" if event.predicted_s else "none was predicted"
+            self._lose(member, f"a step of it hangs: it has taken {event.step_s:.1f} s, and {known}", now)
+        elif member.phase in PRESENT and self._is_suspicious(event) is not member.suspected:
             member.suspected = not member.suspected
             self._out.append(Suspect(member.name, member.epoch, member.suspected))
             for other in self._others(member):
                 self._check_up(other, now)
 
-    # ------------------------------------------------------------ launchers
-
-    def _launcher_gone(self, event: LauncherGone | LauncherStuck, now: float) -> None:
-        if event.number == self.launcher:
-            self.launcher = 0
-        self._stuck.add(event.number)
-        word = "has ended" if isinstance(event, LauncherGone) else "does not answer"
-        for member in self.members.values():
-            why = f"the launcher of instance processes {word}"
-            if member.next is not None and member.next.launcher == event.number and not member.next.prepared:
-                self._lose_next(member, why)
-            if member.launcher == event.number and member.phase is LifePhase.LOADING:
-                self._lose(member, why, now)
-
-    def _end_launchers(self) -> None:
-        needed = {each.launcher for each in self.members.values() if each.phase in (*ALIVE, LifePhase.ENDING)}
-        needed.update(self._launchers_of_next())
-        for number in sorted(self._stuck - needed):
-            self._stuck.discard(number)
-            self._out.append(EndLauncher(number))
+    def _is_suspicious(self, event: Quiet) -> bool:
+        return event.seconds > max(SUSPECT_S, event.predicted_s if event.step_s is not None else 0.0)
 
     # ------------------------------------------------------------ all
 
@@ -361,6 +345,11 @@ class SupervisorCore(PreparedLives):
                 self._out.append(Fence(member.name, member.epoch))
 
 
+def find_step_limit(predicted_s: float) -> float:
+    """Return the seconds after which a step hangs; ``predicted_s``: for the whole of it, 0.0 if not known."""
+    return max(STEP_FLOOR_S, STEP_TIMES * predicted_s) if predicted_s else STEP_UNKNOWN_S
+
+
 def _key(one: Member, two: Member) -> tuple[str, str]:
     return (one.name, two.name) if one.name < two.name else (two.name, one.name)
 
@@ -391,8 +380,6 @@ OF_ALL: dict[type[Event | Tick], Callable[[SupervisorCore, Any, float], None]] =
     Begin: SupervisorCore._begin,
     Add: SupervisorCore._add,
     Remove: SupervisorCore._remove,
-    LauncherGone: SupervisorCore._launcher_gone,
-    LauncherStuck: SupervisorCore._launcher_gone,
     Retire: SupervisorCore._retire,
     CloseAll: SupervisorCore._close,
     Tick: SupervisorCore._tick,

@@ -98,23 +98,17 @@ class Ended(Event, frozen=True):
 
 
 class Quiet(Event, frozen=True):
-    """It has said nothing for so many seconds."""
+    """It has said nothing for so many seconds.
+
+    - ``step_s`` (None): for how long a lane has been at a step, by its last word of that; None: at no long one.
+    - ``predicted_s`` (seconds): predicted for that step; 0.0: not known.
+    """
 
     name: str
     epoch: int
     seconds: float
-
-
-class LauncherGone(Event, frozen=True):
-    """A launcher has ended, and what it started with it."""
-
-    number: int
-
-
-class LauncherStuck(Event, frozen=True):
-    """A launcher does not answer; what it started lives on."""
-
-    number: int
+    step_s: float | None = None
+    predicted_s: float = 0.0
 
 
 class Leave(Event, frozen=True):
@@ -183,27 +177,14 @@ OfALife = (
 # ---------------------------------------------------------------- commands
 
 
-class StartLauncher(Event, frozen=True):
-    """Start the launcher of this number."""
-
-    number: int
-
-
-class EndLauncher(Event, frozen=True):
-    """End a launcher that nobody needs."""
-
-    number: int
-
-
 class Launch(Event, frozen=True):
-    """Start and load a life; answered by Loaded or Lost. ``launcher`` 0: it runs already, at its address.
+    """Start and load a life, or reach one that runs already, at its address; answered by Loaded or Lost.
 
     ``waits``: up to where it would need what the present life of its name has; answered by NextLoaded or Lost.
     """
 
     name: str
     epoch: int
-    launcher: int
     waits: bool = False
 
 

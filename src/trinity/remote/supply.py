@@ -8,8 +8,12 @@ own goes into ``ProcessConfig(supply=...)``, and ``trinity.testing.supply_contra
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import os
+import select
 import signal
+import time
+import weakref
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -20,8 +24,7 @@ from trinity.remote.channel import Address
 from trinity.remote.process_identity import has_ended
 from trinity.remote.tls import TLSConfig
 
-PROC = "/proc/self"  # where the system tells of processes
-END_POLL_S = 0.005
+END_POLL_S, END_LOOK_S = 0.005, 0.1  # between two looks if a process has ended that was killed, or was not
 LISTEN_S = 30.0  # for an instance to listen: it loads its model later
 
 
@@ -45,29 +48,65 @@ class InstanceOrder:
 
 
 class InstanceProcess:
-    """Process of an instance that was forked on this host.
+    """Process on this host, of which it is certain that it is no later one of its number.
 
-    - ``number``: its process number. ``born``: its start, which tells it from a later one of the same number.
-    - ``exit_code``: done once it is known to have ended.
+    - ``number``: its process number. ``born``: its start, as ``read_start`` has it; None if it had ended by then.
+    - ``listening``: done with the address of an instance once it listens.
+
+    It need be no child of this program. Where the system has descriptors of processes it is held by one, and its end is
+    known once nothing of it can write any more.
     """
 
-    def __init__(self, number: int, born: int | None, exit_code: asyncio.Future[int]) -> None:
-        self.number, self.born, self.exit_code = number, born, exit_code
+    def __init__(self, number: int, born: int | None) -> None:
+        self.number, self.born = number, born
+        self.listening = concurrent.futures.Future[Address]()
+        self._poll: select.poll | None = None
+        with suppress(OSError, AttributeError):  # a sandbox, or another system
+            self._hold(os.pidfd_open(number))
+
+    def _hold(self, descriptor: int) -> None:
+        weakref.finalize(self, os.close, descriptor)
+        if not has_ended(self.number, self.born):  # else it may be of a later one
+            self._descriptor, self._poll = descriptor, select.poll()
+            self._poll.register(descriptor, select.POLLIN)
 
     def has_ended(self) -> bool:
-        """Tell if it has ended, by the system's word: its launcher may be frozen."""
-        return has_ended(self.number, self.born) if os.path.isdir(PROC) else self.exit_code.done()
+        """Tell if it has ended, with all of its threads."""
+        return bool(self._poll.poll(0)) if self._poll is not None else has_ended(self.number, self.born)
 
     def kill(self) -> None:
         with suppress(ProcessLookupError):
-            if not self.has_ended():
+            if self._poll is not None:
+                signal.pidfd_send_signal(self._descriptor, signal.SIGKILL)
+            elif not self.has_ended():
                 os.kill(self.number, signal.SIGKILL)
+
+    async def find_address(self) -> Address:
+        """Wait until it listens; return where: its order may have asked for any free port.
+
+        Raises ``ConfigError`` if it ends before that, or does not listen within ``LISTEN_S``.
+        """
+        until = time.monotonic() + LISTEN_S
+        while not self.listening.done():
+            if self.has_ended() or time.monotonic() > until:
+                word = "has ended before it listened" if self.has_ended() else f"has not listened within {LISTEN_S} s"
+                raise ConfigError(f"the instance {word} (see its output above)")
+            await asyncio.sleep(END_POLL_S)
+        return self.listening.result()
+
+    async def wait(self) -> None:
+        """Wait until it has ended by itself."""
+        while not self.has_ended():
+            await asyncio.sleep(END_LOOK_S)
 
     async def end(self) -> None:
         """Kill it, and wait for its end; whoever else does so at the same time may be through first."""
         while not self.has_ended():
             self.kill()
             await asyncio.sleep(END_POLL_S)
+        if self._poll is not None:
+            with suppress(ChildProcessError):  # the first process of a container inherits orphans
+                os.waitid(os.P_PIDFD, self._descriptor, os.WEXITED | os.WNOHANG)
 
 
 @dataclass(frozen=True)

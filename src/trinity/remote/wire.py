@@ -258,6 +258,19 @@ class StillBusy(Value, frozen=True):
     """
 
 
+class AtStep(Value, frozen=True):
+    """Instance to front end: for how long a lane has been at a step, while that is long. No sign of life of its core.
+
+    - ``seconds`` (None): since the step began; None: no step is long any more.
+    - ``predicted_s`` (seconds): predicted for the whole step; 0.0 if none like it has run.
+    - ``lane``: its lane, where the step begins.
+    """
+
+    seconds: float | None = None
+    predicted_s: float = 0.0
+    lane: str = ""
+
+
 class DropPeer(Value, frozen=True):
     """Front end to an instance: this peer is lost, even if its channel is still open: it may be frozen."""
 
@@ -364,6 +377,7 @@ ControlMessage = (
     | InstanceInfo
     | InstancePrepared
     | ProceedInstance
+    | AtStep
     | StillBusy
     | StopInstance
     | Submit

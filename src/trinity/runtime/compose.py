@@ -19,6 +19,7 @@ from trinity.core.transfers import TransferPolicy
 from trinity.emulation.model import EmulatedModel
 from trinity.errors import ClosedError, ConfigError
 from trinity.errors.arguments import Count, check_value, show
+from trinity.errors.live_objects import forbid_copies
 from trinity.instance import Instance, name_instances
 from trinity.memory.block_memory import BlockMemory
 from trinity.memory.cache_config import CacheConfig
@@ -37,6 +38,7 @@ _TOKENS = tuple[Count, ...]
 _Blocks = Sequence[int]
 
 
+@forbid_copies("load it where it is used (load_stage)")
 class LoadedStage:
     """Weights, pools and stages of some roles, run by hand, as ``load_stage`` made them.
 

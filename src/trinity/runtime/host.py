@@ -8,6 +8,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -15,6 +16,7 @@ import msgspec
 
 from trinity.connector import Connector
 from trinity.core import InstanceCore
+from trinity.core.instance.rates import units
 from trinity.core.instance.settings import Settings
 from trinity.core.messages import (
     FRONTEND,
@@ -40,6 +42,7 @@ from trinity.costs.pool_sizes import check_available
 from trinity.emulation.model import EmulatedModel
 from trinity.emulation.stages import build_emulated_stages
 from trinity.errors import ConfigError
+from trinity.errors.live_objects import forbid_copies
 from trinity.instance import Instance, split_cores
 from trinity.memory.block_memory import BlockMemory
 from trinity.memory.cache_config import CacheConfig
@@ -63,6 +66,7 @@ if TYPE_CHECKING:
     from trinity.stages.models import LoadedModel
 
 logger = logging.getLogger("trinity")
+LONG_STEP_S = 1.0  # a heartbeat: a shorter step needs no word of its own
 
 
 class Network(Protocol):
@@ -98,6 +102,8 @@ class InstanceHandle(Protocol):
     async def join(self) -> None: ...
 
     def announcement(self) -> PeerUp: ...
+
+    def long_step(self) -> tuple[str, float] | None: ...
 
 
 @dataclass
@@ -210,6 +216,7 @@ def _drop_tensors(event: Value) -> Value:
     return msgspec.structs.replace(event, rows=()) if isinstance(event, Collected) else event
 
 
+@forbid_copies("pass the Instance that describes it")
 class InstanceHost:
     """Runs a loaded instance with one thread for its core and one for each lane.
 
@@ -225,6 +232,7 @@ class InstanceHost:
         self.loaded = loaded
         self.name = loaded.spec.name
         self.core = InstanceCore(loaded.settings, policy)
+        self.on_long_step: Callable[[str, float], None] = lambda lane, predicted_s: None  # before it runs; 0.0: unknown
         self.events: deque[Value] = deque(maxlen=256)
         self.steps = 0
         self._network, self._timeline = network, timeline
@@ -298,6 +306,9 @@ class InstanceHost:
     def announcement(self) -> PeerUp:
         return self.core.announcement()
 
+    def long_step(self) -> None:
+        """Reports of its core say all: no step keeps them back."""
+
     @property
     def stage_cpu_s(self) -> float:
         """CPU time of the lanes, in seconds."""
@@ -307,6 +318,20 @@ class InstanceHost:
     def blocks_digested(self) -> int:
         """Digests that the core's thread has computed so far: it grows while that thread does nothing else."""
         return 0 if self._digests is None else self._digests.computed
+
+    def predict_steps(self) -> dict[int, float]:
+        """Predict the seconds of the step that each lane is at, by the step's id; 0.0 where none like it has run."""
+        found = {}
+        for flight in self.core.state.lanes.values():
+            with suppress(IndexError):  # the core's thread may take it out meanwhile
+                step = flight[0].step
+                found[step.id] = self._predict(step)
+        return found
+
+    def _predict(self, step: Step) -> float:
+        rates = self.core.state.rates
+        seconds = [rates.seconds(letter, count) for letter, count in units(step).items()]
+        return sum(seconds) if all(seconds) else 0.0
 
     def _stop_lanes(self) -> None:
         for lane in self._lanes.values():
@@ -340,6 +365,10 @@ class InstanceHost:
                     self._network.send_to_peer(command.to, self._verifiable(command))
             elif isinstance(command, Step):
                 self.steps += 1
+                if command.encodes or command.prefills:
+                    predicted_s = self._predict(command)
+                    if not 0.0 < predicted_s < LONG_STEP_S:
+                        self.on_long_step(command.lane, predicted_s)
                 self._lanes[command.lane].post(command)
             elif isinstance(command, Pull):
                 pull = command if self._digests is None else self._digests.add_expected(command)

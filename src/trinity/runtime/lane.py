@@ -13,7 +13,9 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from typing import Any
 
-from trinity.core.messages import Close, Failure, Grow, LayersWritten, Open, Sampled, Step, Stepped, Value
+from msgspec.structs import replace
+
+from trinity.core.messages import UNFIT, Close, Failure, Grow, LayersWritten, Open, Sampled, Step, Stepped, Value
 from trinity.errors import describe_error
 from trinity.runtime.cpu_affinity import pin_thread
 from trinity.runtime.cuda_stream import LaneStream
@@ -22,11 +24,14 @@ from trinity.runtime.step_rows import (
     NoTokenLeft,
     check_complete,
     describe_rows,
+    describe_unfit,
+    is_of_values,
     leave_out,
     list_requests,
     name_letters,
     name_stages,
     select_rows,
+    split_by_item,
     split_by_request,
 )
 from trinity.stages.base import (
@@ -361,17 +366,24 @@ class Lane:
         return Stepped(step.id, self.name, sampled, failed, seconds)
 
     def _run_alone(self, stage: Stage, step: Step) -> tuple[dict[str, Sampled], dict[str, Failure]]:
-        """Run each request's rows alone: only those that fail alone have failed."""
+        """Run each request's rows alone, and of those each media item: only what fails alone has failed."""
         self._suspicious = True
         sampled: dict[str, Sampled] = {}
         failed: dict[str, Failure] = {}
         for rows in split_by_request(step):
             request = list_requests(rows)[0]
-            try:
-                found = self._stream.run(partial(stage.forward, rows))
-                sampled.update(check_complete(rows, {} if found is None else found, self._vocabulary))
-            except BaseException as error:
-                failed[request] = self._describe_failure(rows, error)
+            for part in split_by_item(rows):
+                encoded = bool(part.encodes)
+                try:
+                    found = self._stream.run(partial(stage.forward, part))
+                    encoded = False
+                    sampled.update(check_complete(part, {} if found is None else found, self._vocabulary))
+                except BaseException as error:
+                    why = self._describe_failure(part, error)
+                    if encoded and is_of_values(error):
+                        why = replace(why, fields={**why.fields, UNFIT: describe_unfit(part.encodes[0], error)})
+                    failed[request] = why
+                    break
         return sampled, failed
 
     def _clean(self, failed: Collection[str]) -> None:

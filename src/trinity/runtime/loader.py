@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,9 +27,10 @@ from trinity.errors import ConfigError
 from trinity.errors.hub_ids import locate_model
 from trinity.instance import Instance
 from trinity.memory.cache_config import CacheConfig
-from trinity.memory.devices import ENCODE_BYTES, use_device
+from trinity.memory.devices import ENCODE_BYTES, gpu_number, use_device
 from trinity.memory.freed_memory import release_freed_memory
 from trinity.preprocess.checkpoint import check_directory
+from trinity.preprocess.colours import Transparency
 from trinity.preprocess.media_limits import MediaLimits
 from trinity.preprocess.own_processor import GivenProcessor
 from trinity.preprocess.processor import RequestProcessor
@@ -44,7 +46,7 @@ if TYPE_CHECKING:
 
 DEFAULT_CACHE_BYTES = 1 << 30  # at most, of an instance's pools on a CPU; an eighth of free memory if that is less
 SHIPPED_MODEL = "shapes"  # the name of the checkpoint that comes with trinity
-DEFAULT_BLOCKS = 8192  # at most, of each kind
+DEFAULT_BLOCKS = 8192  # at most, of each kind, in an instance's pools on a CPU
 PROBE_BLOCKS = {IMAGE: 64, KV: 512, STATE: 64}  # blocks of each kind in a copy that is only profiled
 DEFAULT_RULES = BatchRules()
 DEFAULT_TRANSFERS = TransferPolicy()
@@ -123,6 +125,7 @@ def make_processor(
     ignore: Collection[str] | bool = (),
     strips: int = 1,
     own: GivenProcessor | None = None,
+    transparency: Transparency = "white",
     *,
     here: bool = True,
 ) -> RequestProcessor:
@@ -130,6 +133,7 @@ def make_processor(
     if isinstance(model, EmulatedModel):
         return EmulatedProcessor(model, limits=limits, strips=strips)
     given: dict[str, Any] = {"ignore_generation_config": ignore, "strips": strips, "processor": own}
+    given["transparency"] = transparency
     if limits is not None and limits.processes:
         made: RequestProcessor = KillableProcessor(model, limits=limits, **given)
     else:
@@ -297,7 +301,8 @@ def _choose_sizes(
         return size_pools(spec.roles, memory, model.weight_bytes, *sizes)
     memory = model.weight_bytes + _default_pool_bytes(config, spec, model, beside)
     sized = size_pools(spec.roles, memory, model.weight_bytes, *sizes)
-    return {kind: min(count, DEFAULT_BLOCKS) for kind, count in sized.items()}
+    most = DEFAULT_BLOCKS if gpu_number(spec.device) is None else sys.maxsize
+    return {kind: min(count, most) for kind, count in sized.items()}
 
 
 def _block_bytes(config: ServingConfig, model: LoadedModel | EmulatedModel, roles: str) -> dict[str, int]:
@@ -313,7 +318,7 @@ def _default_pool_bytes(
 ) -> int:
     """Return the default size of an instance's pools, in bytes; the weights of this process are loaded already."""
     device, count = spec.device or "cpu", 1 + len(beside) + len(config.beside)
-    if device.partition(":")[0] == "cpu":
+    if gpu_number(device) is None:
         return min(DEFAULT_CACHE_BYTES, available_memory() // 8 // count)
     import torch
 

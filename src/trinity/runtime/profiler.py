@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import platform
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -27,9 +26,10 @@ from trinity.costs.budgets import (
     predict_budgets,
     search_budget,
 )
+from trinity.costs.model_config import read_model_shape
 from trinity.costs.step_cost import CostTables
 from trinity.emulation.model import EmulatedModel
-from trinity.errors import TrinityWarning
+from trinity.errors import ConfigError, warn_caller
 from trinity.memory import native
 from trinity.preprocess.processor import RequestProcessor
 from trinity.runtime.host import LoadedInstance
@@ -64,7 +64,7 @@ def profile_budgets(
             f"not even a step of one item stays within {limit_s:.4g} s on {loaded.spec.name}: its SLO will be missed; "
             "relax the SLO or use a faster device"
         )
-        warnings.warn(text, TrinityWarning, stacklevel=2)
+        warn_caller(text)
     return known
 
 
@@ -96,7 +96,16 @@ def profile_tables(loaded: Sequence[LoadedInstance], processor: RequestProcessor
         probes = [stack.enter_context(closing(Probe(each, processor))) for each in loaded]
         tables = CostTables.profile(CombinedProbe(probes), model=key.model, device=device, dtype=key.dtype, **counts)
         beside = next((probe.interference() for probe in probes if probe.dual), 1.0)
-    return msgspec.structs.replace(tables, interference=beside)
+    return msgspec.structs.replace(tables, interference=beside, shape=_outline(loaded[0]))
+
+
+def _outline(loaded: LoadedInstance) -> str:
+    """Outline the model that was measured; "" for one whose shape no plan can read."""
+    assert not isinstance(loaded.model, EmulatedModel)
+    try:
+        return read_model_shape(loaded.model.directory).outline
+    except ConfigError:
+        return ""
 
 
 def _device_name(device: str) -> str:

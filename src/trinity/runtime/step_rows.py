@@ -2,15 +2,52 @@
 
 from __future__ import annotations
 
+import re
+import traceback
 from collections.abc import Collection
 
-from trinity.core.messages import Sampled, Step
-from trinity.errors import RequestError, StageError
+from trinity.core.messages import Encode, Sampled, Step
+from trinity.errors import RequestError, StageError, TrinityError, describe_error
 from trinity.errors.arguments import show
 from trinity.stages.base import FailedSample
 
 SAMPLED_ONLY = {Sampled}
 LARGEST_VOCABULARY = 1 << 31
+
+
+_OF_VALUES = (ArithmeticError, AssertionError, LookupError, TypeError, ValueError)
+# torch raises a bare RuntimeError for shapes that do not fit, and for all else as well.
+_SHAPES = re.compile(r"shape|size|dimension|\bdim\b|view|broadcast|out of (range|bounds)|index|numel|elements")
+_DEVICES = re.compile(r"cuda|cublas|cudnn|nccl|\bhip|xpu|memory|alloc|device|driver|illegal|dnn|mmap", re.IGNORECASE)
+
+
+def is_of_values(error: BaseException) -> bool:
+    """True for an error of shapes or values, which the inputs of a step may have brought about.
+
+    Not of memory, devices and files, and no fault of this library's own code: those say nothing of the inputs.
+    """
+    if isinstance(error, (TrinityError, OSError, MemoryError)):
+        return False
+    if isinstance(error, (AssertionError, LookupError, TypeError)) and _raised_here(error):
+        return False
+    said = describe_error(error)
+    plain = type(error) is RuntimeError and _SHAPES.search(said) is not None
+    return (plain or isinstance(error, _OF_VALUES)) and _DEVICES.search(said) is None
+
+
+def _raised_here(error: BaseException) -> bool:
+    """True where the innermost frame of Python code is one of this library."""
+    frames = list(traceback.walk_tb(error.__traceback__))
+    return bool(frames) and str(frames[-1][0].f_globals.get("__name__", "")).partition(".")[0] == "trinity"
+
+
+def describe_unfit(encode: Encode, error: BaseException) -> str:
+    """Describe a media item that an encoder cannot take, with what that raised."""
+    span = encode.span
+    size = f" of {span.width} x {span.height} pixels" if span.width and span.height else ""
+    return (
+        f"the model's encoder cannot take the {span.kind}{size} ({describe_error(error, 200)}); give it in another size"
+    )
 
 
 class NoTokenLeft(RequestError):
@@ -90,6 +127,14 @@ def split_by_request(step: Step) -> list[Step]:
         )
         for request in list_requests(step)
     ]
+
+
+def split_by_item(step: Step) -> list[Step]:
+    """Split a request's step into one for each media item that is encoded, and one of its other rows."""
+    parts = [Step(step.id, step.lane, (row,), (), (), step.group) for row in step.encodes]
+    if step.prefills or step.decodes:
+        parts.append(Step(step.id, step.lane, (), step.prefills, step.decodes, step.group))
+    return parts
 
 
 def name_letters(step: Step) -> str:

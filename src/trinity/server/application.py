@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
@@ -28,12 +28,14 @@ from trinity.pipeline import Pipeline
 from trinity.pipeline.features import FeatureStream
 from trinity.pipeline.frontend_host import PipelineState
 from trinity.server.chat_reply import ChatReply
+from trinity.server.client_names import ClientNames
 from trinity.server.completion_reply import CompletionReply
 from trinity.server.connection import ClientGone, Exchange, HeldBytes
 from trinity.server.embeddings import check_pooling, make_embedding_request, read_embedding_body, write_embedding
 from trinity.server.error_table import LOADING_RETRY_S, ApiError, describe_failure
 from trinity.server.fields import ParsedCall, complete_request, read_chat_call, read_completion_call
 from trinity.server.live_routes import list_live_routes
+from trinity.server.loop_watch import LoopWatch
 from trinity.server.prometheus import PipelineCollector, is_up
 from trinity.server.protocol import ModelList, ServedModel, encode_json
 from trinity.server.reply_loop import answer_call
@@ -63,10 +65,12 @@ class ModelServer:
         self.pipe, self.config = pipe, config
         self.models = config.models or (name_model(pipe),)
         self.draining = False
+        self.watch: LoopWatch | None = None
         self.active: set[Exchange] = set()
         self._idle = asyncio.Event()
         self.held = HeldBytes(config.max_held_bytes)
         self._keys = [_digest(key.encode()) for key in config.api_keys]
+        self._clients = ClientNames(config.trusted_proxies)
         self._created = int(time.time())
         self._counts: Counter[tuple[str, str]] = Counter()
         self._texts: TokenTexts | None = None
@@ -74,6 +78,7 @@ class ModelServer:
         self._registry = CollectorRegistry()
         self._registry.register(PipelineCollector(pipe, self.models[0]))
         self._registry.register(_ResponseCollector(self._counts))
+        self._registry.register(_ProgressCollector(self))
 
     def make_app(self) -> Starlette:
         """Make the Starlette app; ``app.state.server`` is this object."""
@@ -120,6 +125,11 @@ class ModelServer:
             text = "send one of the server's keys as Authorization: Bearer KEY"
             raise ApiError(401, "invalid_api_key", text, headers={"www-authenticate": "Bearer"})
 
+    def _name_client(self, exchange: Exchange) -> str:
+        """Name a client for the turns that requests have: by its key, or the address that it comes from."""
+        key = exchange.headers.get(b"authorization", b"") if self._keys else b""
+        return self._clients.name(key, exchange.peer, exchange.raw_headers)
+
     def count_response(self, path: str, exchange: Exchange, left: bool) -> None:
         """Count a response by path and status; 499 for a client that has left."""
         self._counts[path, str(LEFT if left else exchange.status)] += 1
@@ -161,12 +171,12 @@ class ModelServer:
     # ------------------------------------------------------------ endpoints
 
     async def serve_chat(self, exchange: Exchange) -> None:
-        call, name = self._prepare(read_chat_call(await exchange.read_json()))
+        call, name = self._prepare(exchange, read_chat_call(await exchange.read_json()))
         reply = ChatReply(call, name, self._token_texts(), self._tool_format(call))
         await answer_call(self.pipe, exchange, call, reply)
 
     async def serve_completion(self, exchange: Exchange) -> None:
-        call, name = self._prepare(read_completion_call(await exchange.read_json(), self.config.max_choices))
+        call, name = self._prepare(exchange, read_completion_call(await exchange.read_json(), self.config.max_choices))
         await answer_call(self.pipe, exchange, call, CompletionReply(call, name, self._token_texts()))
 
     async def resume_chat(self, exchange: Exchange) -> None:
@@ -183,7 +193,7 @@ class ModelServer:
 
     async def serve_response(self, exchange: Exchange) -> None:
         read, asked = read_response_call(await exchange.read_json())
-        call, name = self._prepare(read)
+        call, name = self._prepare(exchange, read)
         reply = ResponsesReply(call, asked, name, self._token_texts(), self._tool_format(call))
         await answer_call(self.pipe, exchange, call, reply)
 
@@ -191,7 +201,9 @@ class ModelServer:
         asked = read_embedding_body(await exchange.read_json())
         name = self._check_served(asked.model)
         check_pooling(self.pipe, name)
-        request = complete_request(make_embedding_request(asked), True, self.config.deadline_s)
+        request = complete_request(
+            make_embedding_request(asked), True, self.config.deadline_s, self._name_client(exchange)
+        )
         async with exchange.until_gone():
             async with FeatureStream.of(self.pipe.stream(request)) as stream:
                 try:
@@ -215,14 +227,15 @@ class ModelServer:
             raise ApiError(400, "tools_unknown", text, "tools")
         return found
 
-    def _prepare(self, call: ParsedCall) -> tuple[ParsedCall, str]:
+    def _prepare(self, exchange: Exchange, call: ParsedCall) -> tuple[ParsedCall, str]:
         """Check a call's model and size, and fill in what the server says. Returns the model's name as well."""
         name, count = self._check_served(call.model), call.choices * len(call.requests)
         if count > self.config.max_choices:
             raise ApiError(400, "too_many_choices", f"{count} answers asked for; {self.config.max_choices} are allowed")
         defaults = self.pipe.processor.defaults
         limited = defaults.max_new_tokens is not None or defaults.max_length is not None
-        call.requests = tuple(complete_request(each, limited, self.config.deadline_s) for each in call.requests)
+        said = limited, self.config.deadline_s, self._name_client(exchange)
+        call.requests = tuple(complete_request(each, *said) for each in call.requests)
         return call, name
 
     def _token_texts(self) -> TokenTexts:
@@ -246,11 +259,13 @@ class ModelServer:
         await exchange.reply(200 if alive else 503, encode_json({"state": self.pipe.state}))
 
     async def show_ready(self, exchange: Exchange) -> None:
-        """Answer 200 where a request would be served now."""
-        missing = missing_stages(self.pipe)
-        ready = self.pipe.state == "running" and not self.draining and not missing
+        """Answer 200 where a request would be served now; 503 names what is missing, and what makes no progress."""
+        missing, stalled = missing_stages(self.pipe), self.pipe.find_stalled(self.config.stalled_after_s)
+        ready = self.pipe.state == "running" and not self.draining and not missing and not stalled
         state = "draining" if self.draining else self.pipe.state
-        await exchange.reply(200 if ready else 503, encode_json({"state": state, "missing_stages": missing}))
+        shown = {each.part: round(each.seconds, 1) for each in stalled}
+        said = {"state": state, "missing_stages": missing, "stalled": shown}
+        await exchange.reply(200 if ready else 503, encode_json(said))
 
     async def show_metrics(self, exchange: Exchange) -> None:
         await exchange.reply(200, generate_latest(self._registry), kind=CONTENT_TYPE_PLAIN_0_0_4)
@@ -319,6 +334,26 @@ class _ResponseCollector(Collector):
         for labels, count in list(self._counts.items()):
             family.add_metric(labels, count)
         return [family]
+
+
+class _ProgressCollector(Collector):
+    """Collects all that makes no progress: parts of the pipeline, and the event loop in the past."""
+
+    def __init__(self, server: ModelServer) -> None:
+        self._server = server
+
+    def describe(self) -> list[Metric]:
+        return []
+
+    def collect(self) -> list[Metric]:
+        stalled = GaugeMetricFamily("trinity_part_stalled_seconds", "Time without progress.", labels=("part",))
+        for part, seconds in self._server.pipe.find_stalled(self._server.config.stalled_after_s):
+            stalled.add_metric((part,), seconds)
+        watch = self._server.watch
+        if watch is None:
+            return [stalled]
+        longest = GaugeMetricFamily("trinity_loop_held_seconds", "Longest time without a callback.", watch.longest_s)
+        return [stalled, longest, CounterMetricFamily("trinity_loop_stalls", "Times it was stuck.", watch.stalls)]
 
 
 async def show_http_error(request: HttpRequest, error: Exception) -> Response:

@@ -21,7 +21,7 @@ from trinity.pipeline.copies import copy_request
 from trinity.pipeline.results_file import LinesFile
 from trinity.request import Output, Request, Token
 from trinity.runtime.shielded_wait import run_to_end
-from trinity.server.body_values import MOST_VALUES, has_too_many_values
+from trinity.server.body_values import MOST_VALUES, TooManyValues, decode_json
 from trinity.server.chat_reply import ChatReply
 from trinity.server.error_table import describe_failure
 from trinity.server.fields import ParsedCall, complete_request, read_chat_call
@@ -233,10 +233,10 @@ def read_batch_lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 def _read_line(line: bytes) -> BatchLine:
     """Read a line. Raises ``RequestError`` that says what is wrong with it."""
-    if has_too_many_values(line):
-        raise RequestError(f"it has far more than {MOST_VALUES} values; send fewer")
     try:
-        asked = msgspec.json.decode(line, type=BatchLine)
+        asked = msgspec.convert(decode_json(line), BatchLine)
+    except TooManyValues:
+        raise RequestError(f"it has more than {MOST_VALUES} values, or is mostly no text; send less") from None
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise RequestError(f"it is no line of a batch ({error})") from None
     if not 0 < len(asked.custom_id) <= _LONGEST_NAME:

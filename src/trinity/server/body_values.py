@@ -1,13 +1,167 @@
-"""Bound on the values of a JSON text from outside, looked at before it is parsed."""
+"""Reads JSON bodies from outside: bounds their values, and holds the interpreter for no longer than a moment.
+
+One C call parses a body of 60 MB for up to two seconds, and no other thread runs meanwhile, the event loop's included.
+So a large body is parsed in a thread, in pieces: long strings are cut out, which leaves a small text, and put back.
+"""
 
 from __future__ import annotations
 
-MOST_VALUES = 2 << 20  # of a body; a text with as many commas and brackets has more tokens than a context
+import asyncio
+import secrets
+from typing import Any
+
+import msgspec
+
+MOST_VALUES = 128 << 10  # of a body: no request has as many, and Python takes 30 ms to make them
+MOST_QUOTES = 1 << 20  # of a body, those inside strings included, each of which takes a third of a microsecond
+MOST_OUTSIDE = 8 << 20  # bytes of a body outside strings: numbers and spaces
+AT_ONCE_BYTES = 256 << 10  # of a body that is parsed on the loop: a millisecond or two
+MEDIUM_BYTES = 4 << 20  # of a body that larger ones do not delay
+_LONG = 64  # bytes of a string that is cut out: what is left has at most so many for each value
+_WINDOW = 1 << 20  # bytes in which separators are counted at a time
+_PIECE = 256 << 10  # bytes of a string that are decoded at a time
+_MOST_SEARCH = 4 << 10  # bytes without a place to cut: a string of escapes only, of a size that no prompt has
+_ESCAPE = 12  # bytes of the longest escape: a pair of surrogates
 
 
-def has_too_many_values(content: bytes) -> bool:
-    """Tell if a JSON text may hold more than ``MOST_VALUES`` values.
+class TooManyValues(ValueError):
+    """A body has more values, or more quotes, than a request may have."""
 
-    Separators are counted: 64 MiB of empty lists would keep the loop for seven seconds, and two gigabytes.
+
+class JsonBodies:
+    """Parses bodies, large ones in threads, one at a time of each of two sizes. Small ones wait for none."""
+
+    def __init__(self) -> None:
+        self._medium, self._large = asyncio.Semaphore(1), asyncio.Semaphore(1)
+
+    async def decode(self, parts: list[bytes]) -> Any:
+        """Parse a body, whose parts may be gone from the list then.
+
+        Raises ``TooManyValues``, ``RecursionError``, and ``ValueError`` for what is no JSON.
+        """
+        size = sum(map(len, parts))
+        if size <= AT_ONCE_BYTES:
+            return _decode_short(b"".join(parts))
+        async with self._medium if size <= MEDIUM_BYTES else self._large:
+            return await asyncio.to_thread(_decode_parts, parts)
+
+
+def _decode_parts(parts: list[bytes]) -> Any:
+    content = b"".join(parts)
+    parts.clear()  # a body is there twice, not three times
+    return decode_json(content)
+
+
+def _decode_short(content: bytes) -> Any:
+    """Parse a body of ``AT_ONCE_BYTES`` at most by one call: to look for its strings would take 20 times as long."""
+    if sum(content.count(each) for each in (b",", b"[", b"{")) <= MOST_VALUES:
+        return msgspec.json.decode(content)
+    return decode_json(content)  # which counts none inside strings
+
+
+def decode_json(content: bytes) -> Any:
+    """Parse a JSON text whose values are bounded: see ``JsonBodies.decode``."""
+    strings = _find_long_strings(content)
+    if not strings:
+        return msgspec.json.decode(content)
+    name = secrets.token_hex(8)  # which no body has foreseen
+    pieces: list[bytes] = []
+    at = 0
+    for number, (start, end) in enumerate(strings):
+        pieces += (content[at:start], b"%s %d" % (name.encode(), number))
+        at = end
+    pieces.append(content[at:])
+    small = msgspec.json.decode(b"".join(pieces))
+    texts = {f"{name} {number}": _decode_string(content, *each) for number, each in enumerate(strings)}
+    return _put_back(small, texts)
+
+
+def _find_long_strings(content: bytes) -> list[tuple[int, int]]:
+    """Find where long strings are, without their quotes. Raises ``TooManyValues``."""
+    found: list[tuple[int, int]] = []
+    at, values, quotes, outside = 0, 0, 0, 0
+    while True:
+        start = content.find(b'"', at)
+        end_of_values = len(content) if start < 0 else start
+        outside += end_of_values - at
+        if outside > MOST_OUTSIDE:
+            raise TooManyValues
+        while at < end_of_values:
+            stop = min(at + _WINDOW, end_of_values)
+            values += sum(content.count(each, at, stop) for each in (b",", b"[", b"{"))
+            at = stop
+            if values > MOST_VALUES:
+                raise TooManyValues
+        if start < 0:
+            return found
+        end = content.find(b'"', start + 1)
+        while end > 0 and _is_escaped(content, start, end):
+            quotes += 1
+            if quotes > MOST_QUOTES:
+                raise TooManyValues
+            end = content.find(b'"', end + 1)
+        quotes += 2
+        if quotes > MOST_QUOTES:
+            raise TooManyValues
+        if end < 0:
+            return found  # it does not end, which the parser says
+        if end - start > _LONG:
+            found.append((start + 1, end))
+        at = end + 1
+
+
+def _is_escaped(content: bytes, start: int, end: int) -> bool:
+    """Tell whether the quote at ``end`` belongs to the string that begins at ``start``. Raises ``TooManyValues``."""
+    for window in (_LONG, _MOST_SEARCH):
+        before = content[max(start + 1, end - window) : end]
+        slashes = len(before) - len(before.rstrip(b"\\"))
+        if slashes < window:
+            return slashes % 2 == 1
+    raise TooManyValues
+
+
+def _decode_string(content: bytes, start: int, end: int) -> str:
+    """Decode a string in pieces, none of which cuts an escape or a character.
+
+    Pieces of plain text, as a picture's are, are looked at and not kept: the string is made of them all at once.
     """
-    return len(content) > MOST_VALUES and sum(map(content.count, (b",", b"[", b"{"))) > MOST_VALUES
+    begin, made = start, list[str]()
+    plain = content.find(b"\\", start, end) < 0
+    while start < end:
+        stop = most = min(start + _PIECE, end)
+        while stop < end and (content[stop] & 0xC0 == 0x80 or b"\\" in content[max(start, stop - _ESCAPE) : stop]):
+            stop += 1
+            if stop - most > _MOST_SEARCH:
+                raise TooManyValues
+        piece = content[start:stop]
+        if plain and not piece.isascii():
+            plain, made = False, [str(memoryview(content)[begin:start], "ascii")]
+        text = msgspec.json.decode(b'"%s"' % piece, type=str)
+        if not plain:
+            made.append(text)
+        start = stop
+    return str(memoryview(content)[begin:end], "ascii") if plain else "".join(made)
+
+
+def _put_back(small: Any, texts: dict[str, str]) -> Any:
+    """Put long strings back in place of their names. Raises ``DecodeError`` for a key that is there twice, once long.
+
+    Which of the two was the last is not known any more.
+    """
+    top = [small]
+    waiting: list[Any] = [top]
+    while waiting:
+        each = waiting.pop()
+        items = list(each.items()) if isinstance(each, dict) else list(enumerate(each))
+        for key, value in items:
+            if isinstance(value, (dict, list)):
+                waiting.append(value)
+            elif isinstance(value, str) and value in texts:
+                each[key] = texts[value]
+        if isinstance(each, dict) and any(key in texts for key in each):
+            entries = list(each.items())
+            if any(texts.get(key) in each for key, _ in entries):
+                raise msgspec.DecodeError("an object has a key twice, in two spellings")
+            each.clear()
+            each.update((texts.get(key, key), value) for key, value in entries)
+    return top[0]

@@ -13,6 +13,7 @@ import gc
 import logging
 import os
 import socket
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
@@ -20,24 +21,32 @@ from typing import Any
 
 import uvicorn
 
+from trinity.core.frontend import MAX_WAITING_BYTES
 from trinity.errors import ConfigError
+from trinity.memory.freed_memory import return_large_at_once
 from trinity.pipeline import FailurePolicy, Pipeline
 from trinity.pipeline.host_options import TLS_FILES, Buddy, read_hosted_options
+from trinity.preprocess import worker_processes
 from trinity.preprocess.media_limits import MediaLimits
+from trinity.server.acceptor import ConnectionAcceptor, OncePerMinute, default_connections
 from trinity.server.application import ModelServer
 from trinity.server.http_protocol import BoundedProtocol
+from trinity.server.loop_watch import LoopWatch
 from trinity.server.settings import ServerConfig
 
 logger = logging.getLogger("trinity.server")
 KEY_VARIABLE = "TRINITY_API_KEY"
+SWITCH_S = 0.0005  # a thread that wants the interpreter waits so long for one that has it: Python's 5 ms are ten times
+# what the event loop does between two waits, and it waits at each of a request's dozen rounds
 KEEP_ALIVE_S = 75  # s of an idle connection: longer than clients keep theirs, which otherwise meet a closed one
+_REPEATED = OncePerMinute()
 LAST_S = 5  # s that connections have to close behind the drain
 
 
 class DrainingServer(uvicorn.Server):
     """uvicorn's server, which drains on the first signal, its port still open: /ready says 503 meanwhile.
 
-    The second signal ends it at once.
+    The second signal ends it at once. Connections are limited by ``ServerConfig.max_connections``.
     """
 
     def __init__(self, config: uvicorn.Config, server: ModelServer, drain_s: float) -> None:
@@ -45,13 +54,35 @@ class DrainingServer(uvicorn.Server):
         self._server, self._drain_s = server, drain_s
         self._draining: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._listening: list[socket.socket] = []
+        self.acceptor: ConnectionAcceptor | None = None
+        logging.getLogger("uvicorn.error").addFilter(_REPEATED)
 
     async def serve(self, sockets: list[socket.socket] | None = None) -> None:
-        self._loop = asyncio.get_running_loop()
-        await super().serve(sockets)
+        """Serve at listening sockets, which are closed in the end."""
+        self._loop, self._listening = asyncio.get_running_loop(), sockets or []
+        await super().serve([])  # uvicorn accepts at none: it has no limit
         if self._draining is not None:
             self._draining.cancel()
             await asyncio.wait([self._draining])
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self.acceptor = ConnectionAcceptor(
+            self._listening,
+            self._make_connection,
+            self._server.config.max_connections or default_connections(),
+            self.config.ssl,
+        )
+        self.acceptor.start()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        if self.acceptor is not None:
+            self.acceptor.close()
+        await super().shutdown(sockets)
+
+    def _make_connection(self) -> BoundedProtocol:
+        return BoundedProtocol(self.config, self.server_state, self.lifespan.state)
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         if self._loop is None or self._server.draining:
@@ -66,8 +97,10 @@ class DrainingServer(uvicorn.Server):
             self._draining = asyncio.get_running_loop().create_task(self._drain())
 
     async def _drain(self) -> None:
-        await self._server.drain(self._drain_s)
-        self.should_exit = True
+        try:
+            await self._server.drain(self._drain_s)
+        finally:
+            self.should_exit = True  # whatever it met
 
 
 def _make_parser() -> argparse.ArgumentParser:
@@ -103,7 +136,16 @@ def _make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--deadline", type=float, metavar="S", help="longest time of a request, in seconds")
     parser.add_argument("--tool-parser", default="auto", help="auto, hermes, llama3_json, qwen3_coder or none")
     parser.add_argument("--max-body-mb", type=int, default=64, metavar="MB", help="longest body")
+    parser.add_argument(
+        "--max-connections", type=int, metavar="N", help="open at once (by default what the limit of open files allows)"
+    )
     _add_failure_options(parser)
+    parser.add_argument(
+        "--trusted-proxy", action="append", default=[], metavar="CIDR", help="whose X-Forwarded-For holds; repeatable"
+    )
+    parser.add_argument(
+        "--preprocess-processes", type=int, default=2, metavar="N", help="for media, and N for texts; 0: threads"
+    )
     parser.add_argument("--max-waiting", type=int, default=1024, metavar="N", help="requests that may wait")
     parser.add_argument("--spread", type=int, metavar="N", help="encoders for the images of one request (1)")
     parser.add_argument(
@@ -111,6 +153,9 @@ def _make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--allow-media-network", action="append", default=[], metavar="CIDR", help="private addresses to reach"
+    )
+    parser.add_argument(
+        "--transparency", choices=("white", "drop"), default="white", help="behind images, or drop their alpha"
     )
     parser.add_argument("--download", action="store_true", help="fetch from the hub what its cache lacks")
     parser.add_argument("--dtype", default="auto", help="of weights and caches")
@@ -138,9 +183,11 @@ def make_server_config(arguments: argparse.Namespace) -> ServerConfig:
         models=arguments.served_model_name or [name_served(arguments.model)],
         api_keys=keys,
         max_body_bytes=arguments.max_body_mb << 20,
+        max_connections=arguments.max_connections,
         deadline_s=arguments.deadline,
         tool_format=arguments.tool_parser,
         live=not arguments.no_live,
+        trusted_proxies=arguments.trusted_proxy,
     )
 
 
@@ -169,6 +216,7 @@ def make_served_pipeline(arguments: argparse.Namespace) -> Pipeline:
         dtype=arguments.dtype,
         device=arguments.device,
         max_waiting=arguments.max_waiting,
+        max_waiting_bytes=3 * MAX_WAITING_BYTES // 4,  # the rest is for bodies: max_held_bytes, and what reads them
         spread=arguments.spread,
         failures=FailurePolicy(
             recoveries=arguments.recoveries,
@@ -178,8 +226,10 @@ def make_served_pipeline(arguments: argparse.Namespace) -> Pipeline:
             alone_after=arguments.alone_after,
         ),
         download=arguments.download,
+        transparency=arguments.transparency,
         limits=MediaLimits(
             allow_paths=False,
+            processes=arguments.preprocess_processes,
             allowed_hosts=tuple(arguments.allow_media_host),
             allowed_networks=tuple(arguments.allow_media_network),
         ),
@@ -231,12 +281,13 @@ async def serve_until_signal(arguments: argparse.Namespace) -> None:
         serving = asyncio.create_task(http.serve([opened]))
         starting = asyncio.create_task(pipe.start())
         try:
-            await asyncio.wait([serving, starting], return_when=asyncio.FIRST_COMPLETED)
-            if starting.done():
-                starting.result()
-                keep_loaded()
-                print(f"serving {', '.join(server.models)} on {pipe.placement}", flush=True)
-            await serving
+            async with LoopWatch() as server.watch:
+                await asyncio.wait([serving, starting], return_when=asyncio.FIRST_COMPLETED)
+                if starting.done():
+                    starting.result()
+                    keep_loaded()
+                    print(f"serving {', '.join(server.models)} on {pipe.placement}", flush=True)
+                await serving
         finally:
             http.should_exit = True
             await asyncio.wait([serving])
@@ -246,8 +297,13 @@ async def serve_until_signal(arguments: argparse.Namespace) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Raises ``TrinityError`` where the model or the port cannot be had."""
+    asked = _make_parser().parse_args(arguments)
+    sys.setswitchinterval(SWITCH_S)
+    worker_processes.forks_itself = True  # it serves nothing before it has its model
+    if asked.hosts or asked.hosting == "process":
+        return_large_at_once()
     try:
-        asyncio.run(serve_until_signal(_make_parser().parse_args(arguments)))
+        asyncio.run(serve_until_signal(asked))
     finally:
         gc.unfreeze()  # the end of the process collects it all, or bindings write a hundred lines of what leaks
     return 0

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import re
 import secrets
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from types import TracebackType
 from typing import Any
 from urllib.parse import parse_qsl
@@ -15,12 +15,16 @@ import msgspec
 from starlette.types import Message, Receive, Scope, Send
 
 from trinity.errors import ClosedError
-from trinity.server.body_values import MOST_VALUES, has_too_many_values
+from trinity.memory.freed_memory import RELEASE_EVERY_S, release_at_times
+from trinity.server.body_values import MOST_VALUES, JsonBodies, TooManyValues
 from trinity.server.error_table import ApiError, describe_failure
 from trinity.server.request_traces import NO_TRACE
 from trinity.server.settings import ServerConfig
 
 _PLAIN_ID = re.compile(rb"[\x21-\x7e]{1,128}")
+SHORT_BODY = 1 << 20  # bytes: a long chat, or a small picture
+BODY_GRACE_S = 10.0  # s for a body of any size, before its rate counts
+LEAST_BODY_RATE = 8 << 10  # bytes a second: a client that sends less is as good as none, and holds its connection
 LINGER_S = 1.0  # of a body that is refused
 _EVENT_HEADERS = {
     "content-type": "text/event-stream; charset=utf-8",
@@ -34,19 +38,38 @@ class ClientGone(Exception):
 
 
 class HeldBytes:
-    """Bytes of the bodies of all requests that are being read or served."""
+    """Bytes of the bodies of all requests that are being read or served; ``json`` parses them.
+
+    A quarter of them is for short bodies, so that those of pictures never keep out texts.
+    """
 
     def __init__(self, most: int) -> None:
-        self.most, self.held = most, 0
+        self.most, self.held, self.json = most, 0, JsonBodies()
+        self._turn = asyncio.Lock()
 
-    def take(self, count: int) -> None:
-        if self.held + count > self.most:
+    async def take_turn(self, read: int) -> None:
+        """Wait before the next piece of a body of which so much is read: in a round of the loop one long body has one.
+
+        Clients that send long bodies as fast as they can would else fill each round, for all others that have a line
+        to read or a token to write.
+        """
+        if read > SHORT_BODY:
+            async with self._turn:
+                await asyncio.sleep(0)
+
+    def take(self, count: int, before: int) -> None:
+        """Take ``count`` bytes of a body that has ``before`` already. Raises ``ApiError`` beyond the bound."""
+        most = self.most if before + count <= SHORT_BODY else 3 * self.most // 4
+        if self.held + count > most:
             text = f"the requests being served have {self.held} bytes already; try again later"
             raise ApiError(503, "too_many_bytes", text, headers={"retry-after": "1"})
         self.held += count
 
     def give_back(self, count: int) -> None:
+        """Give a body's bytes back, and a long one's memory to the system, once nothing of it is in use."""
         self.held -= count
+        if count > SHORT_BODY:
+            asyncio.get_running_loop().call_later(RELEASE_EVERY_S, release_at_times)
 
 
 class Exchange:
@@ -58,7 +81,9 @@ class Exchange:
     def __init__(self, scope: Scope, receive: Receive, send: Send, config: ServerConfig, held: HeldBytes) -> None:
         self.method: str = scope["method"]
         self.path_parameters: dict[str, str] = scope.get("path_params", {})
-        self.headers: dict[bytes, bytes] = dict(scope["headers"])
+        self.raw_headers: list[tuple[bytes, bytes]] = list(scope["headers"])
+        self.headers: dict[bytes, bytes] = dict(self.raw_headers)
+        self.peer: str = (scope.get("client") or ("",))[0]
         self._query: bytes = scope.get("query_string", b"")
         given = self.headers.get(b"x-request-id", b"")
         self.request_id = given.decode() if _PLAIN_ID.fullmatch(given) else secrets.token_hex(12)
@@ -82,10 +107,13 @@ class Exchange:
         if kind != b"application/json":  # also what a page of another site could not send without asking first
             raise ApiError(415, "unsupported_media_type", "send JSON, with content-type application/json")
         try:
-            content = await self._read_body()
-            if has_too_many_values(content):
-                raise ApiError(400, "too_many_values", f"the body has far more than {MOST_VALUES} values; send fewer")
-            body = msgspec.json.decode(content)
+            body = await self._held.json.decode(await self._read_body())
+        except TooManyValues:
+            text = (
+                f"the body has more than {MOST_VALUES} values, 8 MiB outside strings, or strings of escapes only; "
+                "send fewer messages, or less"
+            )
+            raise ApiError(400, "too_many_values", text) from None
         except RecursionError:
             raise ApiError(400, "invalid_json", "the body is nested too deep") from None
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -94,14 +122,24 @@ class Exchange:
             raise ApiError(400, "invalid_json", "the body must be a JSON object")
         return body
 
-    async def _read_body(self) -> bytes:
+    async def _read_body(self) -> list[bytes]:
         announced = self.headers.get(b"content-length", b"0")
         try:
             self._check_size(int(announced) if announced.isdigit() else 0)
-            async with asyncio.timeout(self._config.body_timeout_s):
-                return b"".join([self._take(part) async for part in self._parts()])
+            began = asyncio.get_running_loop().time()
+            async with asyncio.timeout(min(self._config.body_timeout_s, BODY_GRACE_S)) as clock:
+                parts = []
+                async for part in self._parts():
+                    parts.append(self._take(part))
+                    allowed_s = BODY_GRACE_S + self._taken / LEAST_BODY_RATE
+                    clock.reschedule(began + min(self._config.body_timeout_s, allowed_s))
+                    await self._held.take_turn(self._taken)
+            return parts
         except TimeoutError:
-            text = f"the body was not there after {self._config.body_timeout_s:g} s"
+            text = (
+                f"the body was not there after {self._config.body_timeout_s:g} s, or came at less than "
+                f"{LEAST_BODY_RATE} bytes a second"
+            )
             raise ApiError(408, "body_timeout", text, headers={"connection": "close"}) from None
 
     async def _parts(self) -> AsyncGenerator[bytes]:
@@ -130,7 +168,7 @@ class Exchange:
 
     def _take(self, part: bytes) -> bytes:
         self._check_size(self._taken + len(part))
-        self._held.take(len(part))
+        self._held.take(len(part), self._taken)
         self._taken += len(part)
         return part
 
@@ -151,7 +189,7 @@ class Exchange:
     def stop(self) -> None:
         """Leave that block now, with ``ClosedError``: the server cannot wait for its end."""
         if self._block is not None:
-            self._block.leave(ClosedError("the server is shutting down; send the request again"))
+            self._block.leave(lambda: ClosedError("the server is shutting down; send the request again"))
 
     # ------------------------------------------------------------ the response
 
@@ -204,7 +242,7 @@ class UntilGone:
         self._exchange, self._receive = exchange, receive
         self._scope = asyncio.timeout(None)
         self._watch: asyncio.Task[None] | None = None
-        self._reason: Exception = ClientGone()
+        self._make_reason: Callable[[], Exception] = ClientGone  # one that is kept would hold what it is raised through
 
     async def __aenter__(self) -> None:
         await self._scope.__aenter__()
@@ -213,24 +251,30 @@ class UntilGone:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        assert self._watch is not None
-        self._watch.cancel()
+        watch, self._watch = self._watch, None
+        assert watch is not None
+        watch.cancel()
         try:
             await self._scope.__aexit__(kind, error, trace)
         except TimeoutError:
-            raise self._reason from None
+            left = True
+        else:
+            left = False
         finally:
-            await asyncio.wait([self._watch])
-            if not self._watch.cancelled():
-                self._watch.exception()  # of a broken server: the client's own fate is told by sending
+            await asyncio.wait([watch])
+            if not watch.cancelled():
+                watch.exception()  # of a broken server: the client's own fate is told by sending
+            del error, trace, watch
+        if left:
+            raise self._make_reason()
 
-    def leave(self, reason: Exception) -> None:
+    def leave(self, make_reason: Callable[[], Exception]) -> None:
         """Leave the block now, unless it has ended or is being left."""
-        if not self._exchange.ended and self._scope.when() is None:
-            self._reason = reason
+        if self._watch is not None and not self._exchange.ended and self._scope.when() is None:
+            self._make_reason = make_reason
             self._scope.reschedule(0.0)
 
     async def _watch_client(self) -> None:
         while (await self._receive())["type"] != "http.disconnect":
             pass
-        self.leave(ClientGone())
+        self.leave(ClientGone)

@@ -269,17 +269,17 @@ def _token_id(name: str) -> int:
     return int(name.lstrip("0")[:20] or "0")
 
 
-def complete_request(request: Request, limited: bool, deadline_s: float | None) -> Request:
+def complete_request(request: Request, limited: bool, deadline_s: float | None, client: str = "") -> Request:
     """Fill in what a server says: its deadline where the request has a later one, and the context as longest output.
 
-    ``limited``: the checkpoint's own limit goes before the context.
+    ``limited``: the checkpoint's own limit goes before the context. ``client``: that the request is of, as a digest.
     """
-    fields: dict[str, Any] = {}
+    fields: dict[str, Any] = {"_client": client}
     if request.max_tokens is None and not limited:
         fields["max_tokens"] = ROOM_TOKENS
     if deadline_s is not None and (request.deadline_s is None or request.deadline_s > deadline_s):
         fields["deadline_s"] = deadline_s
-    return msgspec.structs.replace(request, **fields) if fields else request
+    return msgspec.structs.replace(request, **fields)
 
 
 def new_id(kind: str) -> str:

@@ -24,14 +24,14 @@ from trinity.core.messages import FRONTEND, Failure, PeerDown, PeerUp, Pull, Pul
 from trinity.core.peer_exit import PeerLeaving
 from trinity.core.role_changes import Switch, order_changes
 from trinity.core.values import FrontendUp
-from trinity.errors.arguments import Number, check_struct
+from trinity.errors.arguments import KeywordsByName, Number, check_struct
 from trinity.placement import Placement
 from trinity.simulation.cluster_model import SimulatedCluster, SimulatedInstance
 from trinity.simulation.workload import Job
 from trinity.timeline import Slice
 
 
-class PlacementChange(msgspec.Struct, frozen=True, kw_only=True):
+class PlacementChange(msgspec.Struct, metaclass=KeywordsByName, frozen=True, kw_only=True):
     """A placement that is applied while a replay runs, as by ``Pipeline.apply``.
 
     - ``placement``: what the instances, as many as there are, become.

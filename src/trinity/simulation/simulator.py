@@ -29,7 +29,7 @@ from trinity.costs.longer_steps import stretch_cost
 from trinity.costs.model_config import find_model_shape
 from trinity.costs.model_shape import ModelShape
 from trinity.costs.step_cost import CostModel, cost_for_device, interference_of
-from trinity.errors import ConfigError, PlacementError, UnknownName
+from trinity.errors import ConfigError, PlacementError, UnknownName, show
 from trinity.errors.arguments import Count, Positive, Share, Whole, check_arguments, check_call
 from trinity.placement import Placement
 from trinity.simulation import compiled_engine
@@ -118,7 +118,7 @@ class Simulator:
         if self.backend not in SIMULATOR_BACKENDS:
             raise UnknownName("backend", self.backend, SIMULATOR_BACKENDS)
         if self.lanes not in LANE_LAYOUTS:
-            raise ConfigError(f"lanes are ('joint',) or ('vision', 'language'), got {self.lanes!r}")
+            raise ConfigError(f"lanes are ('joint',) or ('vision', 'language'), got {show(self.lanes)}")
         if not 1 <= self.interference < inf:  # the costs' own
             raise ConfigError(f"interference is at least 1, got {self.interference!r}")
         check_depth(self.depth)

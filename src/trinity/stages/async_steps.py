@@ -19,6 +19,7 @@ from torch import Tensor
 
 from trinity.core.messages import Sampled
 from trinity.errors import StageError
+from trinity.stages.device_tables import DeviceTables
 from trinity.stages.device_texts import DeviceTexts
 from trinity.stages.open_request import OpenRequest
 from trinity.stages.request_table import RequestTable
@@ -32,15 +33,17 @@ _LEAST_COPY = 64  # numbers of the smallest buffer that copies to the host go to
 
 
 class DeviceTokens:
-    """Tokens of open requests by slot, on the device.
+    """Tokens and block tables of open requests by slot, on the device.
 
     - ``newest`` (int64 [MOST_SLOTS + 1]): the last token that a launched step sampled for each.
     - ``texts``: prompt and outputs of each whose sampler looks back.
+    - ``tables``: block tables.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.newest = torch.zeros(MOST_SLOTS + 1, dtype=torch.long, device=device)
         self.texts = DeviceTexts(device)
+        self.tables = DeviceTables(device)
         self._uploaded = np.empty(0, dtype=np.int64), self.newest[:0]
 
     def upload_slots(self, slots: np.ndarray) -> Tensor:

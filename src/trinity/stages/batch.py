@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 
 from trinity.stages.attention.interface import ChunkRows, Int64Array, PagedRows
+from trinity.stages.block_tables import AnyTables, BlockTables
+from trinity.stages.device_tables import DeviceTables
 from trinity.stages.uploads import upload
 
 LEAST_UNSAMPLED_ROWS = 32  # unsampled rows of a batch from which the last layer skips them
@@ -28,12 +30,13 @@ class Chunk:
 
     - ``ids``: input token ids.
     - ``rope``: rotary positions, [length] or [3, length].
-    - ``table``: block table.
+    - ``table``: block table, of any integers.
     - ``feature_rows``: rows of the image cache seen as [blocks * rows, width].
     - ``feature_at``: indices of the chunk's tokens that they replace.
     - ``groups`` (None): see ``ChunkRows``.
     - ``needs_logits`` (True): the last token is sampled.
     - ``written`` (0): how many of the last tokens the model wrote itself.
+    - ``slot`` (-1): its request's; -1 for none.
     """
 
     ids: Int64Array
@@ -45,6 +48,7 @@ class Chunk:
     groups: Int64Array | None = None
     needs_logits: bool = True
     written: int = 0
+    slot: int = -1
 
     @property
     def positions(self) -> Int64Array:
@@ -58,18 +62,24 @@ class Decodes:
     - ``ids`` ([n]): input tokens; -1 if only the device knows it.
     - ``rope`` ([n]): rotary positions.
     - ``lengths`` ([n]): KV positions, the row's own included; ascending.
-    - ``tables`` ([n, width]): see ``PagedRows``.
-    - ``slots`` ([n]): places of the rows' newest tokens on the device.
+    - ``tables`` ([n]): see ``PagedRows``.
+    - ``slots`` ([n]): places of the rows' newest tokens and tables on the device; empty for none.
     """
 
     ids: Int64Array
     rope: Int64Array
     lengths: Int64Array
-    tables: Int64Array
+    tables: AnyTables
     slots: Int64Array = field(default_factory=_empty)
 
+    def find_blocks(self, block_rows: int) -> Int64Array:
+        """Return the block of each row's own position."""
+        tables = BlockTables.join(self.tables)
+        found: np.ndarray = tables.blocks[tables.ends - tables.counts + (self.lengths - 1) // block_rows]
+        return found.astype(np.int64)
 
-NO_DECODES = Decodes(_empty(), _empty(), _empty(), np.empty((0, 0), dtype=np.int64))
+
+NO_DECODES = Decodes(_empty(), _empty(), _empty(), ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,9 +121,16 @@ class RaggedBatch:
 
 
 def build_batch(
-    decodes: Decodes, chunks: Sequence[Chunk], block_rows: int, axes: int, device: torch.device
+    decodes: Decodes,
+    chunks: Sequence[Chunk],
+    block_rows: int,
+    axes: int,
+    device: torch.device,
+    kept: DeviceTables | None = None,
 ) -> RaggedBatch:
     """Join ``decodes`` and ``chunks``; ``axes``: of the model's rotary positions, 1 for most.
+
+    ``kept`` (None): the block tables that ``device`` has; None on a CPU.
 
     Logits come first for the decodes, then for the chunks that need them, in order.
     """
@@ -121,12 +138,11 @@ def build_batch(
     def put(array: Int64Array) -> Tensor:
         return upload(array, device)
 
-    blocks, offsets = np.divmod(decodes.lengths - 1, block_rows)
-    if len(blocks):
-        blocks = decodes.tables[np.arange(len(blocks)), blocks]
+    there = None if kept is None else select_tables(kept, decodes, chunks)
+    blocks, offsets = decodes.find_blocks(block_rows), (decodes.lengths - 1) % block_rows
     if not chunks:  # most steps; skip what only chunks need
         rope = decodes.rope[None] if axes == 1 else np.tile(decodes.rope, (axes, 1, 1))
-        rows = PagedRows(put(blocks), put(offsets), decodes.tables, decodes.lengths)
+        rows = PagedRows(put(blocks), put(offsets), decodes.tables, decodes.lengths, there=there)
         return RaggedBatch(put(decodes.ids), put(rope), rows, None)
     firsts = np.cumsum([len(blocks), *(len(chunk.ids) for chunk in chunks)]).tolist()
     rows = PagedRows(
@@ -134,7 +150,8 @@ def build_batch(
         offsets=put(np.concatenate([offsets, *(chunk.positions % block_rows for chunk in chunks)])),
         tables=decodes.tables,
         lengths=decodes.lengths,
-        chunks=tuple(_make_chunk_rows(chunk, first, put) for chunk, first in zip(chunks, firsts, strict=False)),
+        chunks=_make_chunk_rows(chunks, firsts, there, put),
+        there=there,
     )
     ids = put(np.concatenate([decodes.ids, *(chunk.ids for chunk in chunks)]))
     last = [*range(firsts[0]), *(end - 1 for chunk, end in zip(chunks, firsts[1:], strict=True) if chunk.needs_logits)]
@@ -151,30 +168,42 @@ def build_batch(
     )
 
 
+def select_tables(kept: DeviceTables, decodes: Decodes, chunks: Sequence[Chunk]) -> Tensor:
+    """Return the block tables of ``decodes``, then of ``chunks``, on the device; see ``DeviceTables.select``."""
+    tables, slots = BlockTables.join(decodes.tables), decodes.slots
+    if chunks:
+        tables = BlockTables.join([*tables, *(chunk.table for chunk in chunks)])
+        slots = np.append(slots, [chunk.slot for chunk in chunks]).astype(np.int64)
+    return kept.select(slots if len(slots) == len(tables) and slots.min(initial=0) >= 0 else None, tables)
+
+
 def _sampled_rows(rows: PagedRows, chunks: Sequence[Chunk], last: Tensor) -> PagedRows:
     """Return the decode rows and, as further decode rows, the last row of every chunk that needs logits.
 
     ``last``: indices of both on the device; a list would be copied there while the host waits.
     """
-    ends = [chunk for chunk in chunks if chunk.needs_logits]
-    width = max([rows.tables.shape[1], *(len(chunk.table) for chunk in ends)])
-    parts = [rows.tables, *(chunk.table[None] for chunk in ends)]
+    ends, there = [chunk for chunk in chunks if chunk.needs_logits], rows.there
+    if there is not None and len(ends) < len(chunks):
+        sequences = [*range(rows.decodes), *(rows.decodes + at for at, one in enumerate(chunks) if one.needs_logits)]
+        there = there.index_select(0, upload(np.array(sequences, dtype=np.int64), last.device))
     return PagedRows(
         rows.blocks.index_select(0, last),
         rows.offsets.index_select(0, last),
-        np.concatenate([_pad_tables(part, width) for part in parts if len(part)] or [rows.tables]),
+        BlockTables.join([*rows.tables, *(chunk.table for chunk in ends)]),
         np.append(rows.lengths, [chunk.start + len(chunk.ids) for chunk in ends]).astype(np.int64),
+        there=there,
     )
 
 
-def _pad_tables(tables: Int64Array, width: int) -> Int64Array:
-    """Pad each table with its own last block."""
-    return np.pad(tables, ((0, 0), (0, width - tables.shape[1])), mode="edge")
-
-
-def _make_chunk_rows(chunk: Chunk, first: int, put: Callable[[Int64Array], Tensor]) -> ChunkRows:
-    groups = None if chunk.groups is None else put(chunk.groups)
-    return ChunkRows(first, len(chunk.ids), chunk.start, put(chunk.table), groups, chunk.written)
+def _make_chunk_rows(
+    chunks: Sequence[Chunk], firsts: Sequence[int], there: Tensor | None, put: Callable[[Int64Array], Tensor]
+) -> tuple[ChunkRows, ...]:
+    found = []
+    for at, (chunk, first) in enumerate(zip(chunks, firsts, strict=False), -len(chunks)):
+        table = put(chunk.table) if there is None else there[at, : len(chunk.table)]
+        groups = None if chunk.groups is None else put(chunk.groups)
+        found.append(ChunkRows(first, len(chunk.ids), chunk.start, table, groups, chunk.written))
+    return tuple(found)
 
 
 def _join_rope(decodes: Decodes, chunks: Sequence[Chunk], axes: int) -> Int64Array:

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from trinity.memory.devices import lock_recording
 from trinity.stages.graph_constants import GraphConstants, Unrecordable
 from trinity.stages.uploads import upload
 
@@ -46,7 +47,7 @@ class GraphRecorder(Protocol):
 class CudaRecorder:
     """``GraphRecorder`` by CUDA graphs that share one memory pool; records only while ``spare`` bytes are free.
 
-    Other threads may use the GPU meanwhile: only this thread's calls are checked.
+    Other threads may use the GPU meanwhile: only this thread's calls are checked. They record one after the other.
     """
 
     def __init__(self, device: torch.device, spare: int = RESERVED_BYTES) -> None:
@@ -68,15 +69,16 @@ class CudaRecorder:
             restore()
             run()
         graph = torch.cuda.CUDAGraph()
-        try:
-            with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
-                outputs = run()
-        except BaseException:
-            # torch.cuda.graph ends the capture first. If CUDA refused one of its operations, that raises, and its
-            # stream stays the current one (``graph.__exit__`` of torch 2.11 to 2.13).
-            torch.cuda.set_stream(current)
-            self._give_up(graph)
-            raise
+        with lock_recording(self._device):
+            try:
+                with torch.cuda.graph(graph, self._pool, self._stream, capture_error_mode="thread_local"):
+                    outputs = run()
+            except BaseException:
+                # torch.cuda.graph ends the capture first. If CUDA refused one of its operations, that raises, and its
+                # stream stays the current one (``graph.__exit__`` of torch 2.11 to 2.13).
+                torch.cuda.set_stream(current)
+                self._give_up(graph)
+                raise
         current.wait_stream(self._stream)
         return graph.replay, outputs
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch import Tensor
 from trinity.stages.async_steps import MOST_SLOTS, DeviceTokens, draw_next
 from trinity.stages.attention.interface import AttentionBackend
 from trinity.stages.batch import Decodes, RaggedBatch
+from trinity.stages.block_tables import BlockTables
 from trinity.stages.cuda_graphs import GraphCache, Tensors
 from trinity.stages.decode_state import DecodeState
 from trinity.stages.models import LoadedModel
@@ -31,7 +32,6 @@ from trinity.stages.sampler_rows import BANS, LOOKS_BACK, SamplerKind
 
 BATCH_SIZES = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 MOST_TABLE_BYTES = 64 << 20  # of the static tables; rows of longer texts run eagerly
-BLOCKS_AHEAD = 4  # of each table that are written before they are needed
 
 
 @dataclass(slots=True)
@@ -51,7 +51,6 @@ class DecodeGraphs:
     state: DecodeState = field(init=False)
     _rows: DecodeSelection | None = None  # whose next step ``state`` is ready for
     _size: int = 0  # of their graph
-    _width: int = 0  # blocks of each table that ``state`` has
     _room: int = 0  # steps until one of them needs a further block
     _seen: set[Hashable] = field(default_factory=set)  # kinds of sampling that have come
     _drawn: Drawn | None = None
@@ -59,7 +58,7 @@ class DecodeGraphs:
     def __post_init__(self) -> None:
         blocks, block_rows = self.kv.shape[0], self.kv.shape[4]
         self.sizes = tuple(each for each in BATCH_SIZES if each <= blocks)
-        width = min(blocks, MOST_TABLE_BYTES // (8 * self.sizes[-1]))
+        width = min(blocks, MOST_TABLE_BYTES // (4 * self.sizes[-1]))
         context = getattr(self.model.adapter.text_config, "max_position_embeddings", None)
         if context is not None:
             width = min(width, -(-context // block_rows))
@@ -77,7 +76,9 @@ class DecodeGraphs:
 
         Nothing is uploaded for rows whose last step was the last one here, but what they have grown.
         """
-        if self._rows is not selection or not self._room or (selection.grown and not self._grow(table, selection)):
+        if self._rows is selection and selection.grown:
+            self._grow(table, selection)
+        if self._rows is not selection or not self._room:
             self.leave()
             with torch.inference_mode():
                 if not self._enter(table, selection):
@@ -141,39 +142,37 @@ class DecodeGraphs:
 
     def _enter(self, table: RequestTable, selection: DecodeSelection) -> bool:
         """Write the next step of a selection. Returns False if no graph can run it."""
-        decodes = table.read_decodes(selection, BLOCKS_AHEAD)
-        tables = decodes.tables[:, : self.state.tables.shape[1]]
-        self._width = tables.shape[1]
+        decodes = table.read_decodes(selection)
         self._room = self._count_room(table, selection)
         samplers = table.samplers[selection.slots] if selection.needs else None
         prompts = table.prompt[selection.slots]
-        if not self._room or not self._write(replace(decodes, tables=tables), prompts, samplers):
+        if not self._room or not self._write(decodes, prompts, samplers):
             return False
         selection.grown.clear()
         self._rows = selection
         return True
 
     def _write(self, decodes: Decodes, prompts: np.ndarray | None = None, samplers: np.ndarray | None = None) -> bool:
-        rows, width = decodes.tables.shape
-        size = next((each for each in self.sizes if each >= rows), None)
-        if size is None or width > self.state.tables.shape[1] or (decodes.slots >= MOST_SLOTS).any():
+        size = next((each for each in self.sizes if each >= len(decodes.lengths)), None)
+        room = self.state.tables.shape[1] * self.state.block_rows
+        if size is None or decodes.lengths.max() > room or (decodes.slots >= MOST_SLOTS).any():
             return False
         self._size = size
         self.state.write(decodes, size, prompts, samplers)
         return True
 
-    def _grow(self, table: RequestTable, selection: DecodeSelection) -> bool:
-        """Write the tables of rows that have got blocks. Returns False if all must be written, and wider."""
+    def _grow(self, table: RequestTable, selection: DecodeSelection) -> None:
+        """Write the tables of rows that have got blocks."""
         rows = np.flatnonzero(np.isin(selection.slots, selection.grown))
         selection.grown.clear()
-        self.state.write_tables(rows, table.tables[selection.slots[rows], : self._width])
+        tables = BlockTables.join([selection.rows[at].table for at in rows.tolist()])
+        self.state.grow_tables(rows, selection.slots[rows], tables)
         self._room = self._count_room(table, selection)
-        return self._room > 0
 
     def _count_room(self, table: RequestTable, selection: DecodeSelection) -> int:
-        """Count the steps that the first ``_width`` blocks of each table have room for."""
+        """Count the steps that the tables of ``state`` have room for."""
         lengths = table.length[selection.slots]
-        held = np.minimum(table.capacity[selection.slots], self._width * table.block_rows)
+        held = np.minimum(table.capacity[selection.slots], self.state.tables.shape[1] * table.block_rows)
         return max(0, int((held - lengths).min()))
 
     def _replay(self) -> Tensors | None:

@@ -14,7 +14,8 @@ from torch import Tensor
 from trinity.stages.async_steps import SPARE_SLOT, DeviceTokens
 from trinity.stages.attention.interface import PagedRows
 from trinity.stages.attention.varlen import VarlenRows
-from trinity.stages.batch import Decodes
+from trinity.stages.batch import Decodes, select_tables
+from trinity.stages.block_tables import BlockTables
 from trinity.stages.noise import make_keys_there
 from trinity.stages.sampler_rows import SAMPLER, SamplerBatch, SamplerKind, as_columns
 from trinity.stages.uploads import upload
@@ -25,11 +26,11 @@ _WIDTH = len(SAMPLER.names or ())
 
 
 class DecodeState:
-    """Rows of the newest recorded step. Padding rows have ``SPARE_SLOT``, length 0, a table of -1, and stay so.
+    """Rows of the newest recorded step. Padding rows have ``SPARE_SLOT``, length 0, a first block of -1, and stay so.
 
     - ``columns`` (int64 [6, most]): slot, length of the prompt, KV position, rotary position, KV positions with the
       row's own, and by how much the last three grow with each step.
-    - ``tables`` (int64 [most, width]): block tables. What lies beyond a row's length is not read.
+    - ``tables`` (int32 [most, width]): block tables. What lies beyond a row's length is not read.
     - ``samplers`` (int64 [most, 13]): ``SAMPLER`` rows, with keys of seeds; lengths are in ``columns``.
     - ``tokens``: input tokens, by slot.
     """
@@ -37,37 +38,37 @@ class DecodeState:
     def __init__(self, most: int, width: int, block_rows: int, tokens: DeviceTokens, device: torch.device) -> None:
         self.tokens, self.block_rows = tokens, block_rows
         self.columns = torch.zeros((len(COLUMNS), most), dtype=torch.long, device=device)
-        self.tables = torch.zeros((most, width), dtype=torch.long, device=device)
+        self.tables = torch.zeros((most, width), dtype=torch.int32, device=device)
         self.samplers = torch.zeros((most, _WIDTH), dtype=torch.long, device=device)
 
     def write(self, decodes: Decodes, size: int, prompts: np.ndarray | None, samplers: np.ndarray | None) -> None:
-        """Write the rows of the next step, padded to ``size``, and the tokens that the host knows; one upload.
+        """Write the rows of the next step, padded to ``size``, and the tokens that the host knows.
 
         ``prompts`` and ``samplers``, the lengths of prompts and ``SAMPLER`` rows: None if all are greedy.
         """
         parts = pack_decodes(decodes, size, prompts), pad_samplers(samplers, size)
         given = upload(np.concatenate(parts), self.columns.device)
-        width = decodes.tables.shape[1]
-        ids, columns, tables, settings = torch.split(given, [size, len(COLUMNS) * size, size * width, len(parts[1])])
+        ids, columns, settings = torch.split(given, [size, len(COLUMNS) * size, len(parts[1])])
         self.columns[:, :size].copy_(columns.view(-1, size))
-        self.tables[:size, :width].copy_(tables.view(size, width))
+        tables = select_tables(self.tokens.tables, decodes, ())[:, : self.tables.shape[1]]
+        self.tables[: len(tables), : tables.shape[1]].copy_(tables)
+        self.tables[len(tables) : size, 0].fill_(-1)
         if samplers is not None:
             self.samplers[:size].copy_(settings.view(size, _WIDTH))
         slots = self.columns[SLOT, :size]
         self.tokens.store(slots, self.tokens.fill_unknown(ids, slots))
 
-    def write_tables(self, rows: np.ndarray, tables: np.ndarray) -> None:
-        """Write the first blocks [k, width] of the tables of these rows [k]."""
-        given = upload(np.concatenate((rows, tables.ravel())), self.columns.device)
-        at, blocks = torch.split(given, [len(rows), tables.size])
-        self.tables[:, : tables.shape[1]].index_copy_(0, at, blocks.view(tables.shape))
+    def grow_tables(self, rows: np.ndarray, slots: np.ndarray, tables: BlockTables) -> None:
+        """Write the tables of these rows [k], which have these slots and have grown."""
+        grown = self.tokens.tables.select(slots, tables)[:, : self.tables.shape[1]]
+        self.tables[:, : grown.shape[1]].index_copy_(0, upload(rows, self.columns.device), grown)
 
     def move(self, size: int) -> tuple[Tensor, Tensor, PagedRows]:
         """Move the first ``size`` rows on by a step; returns input ids, rotary positions and cache places."""
         columns, tables = self.columns[:, :size], self.tables[:size]
         columns[_MOVED].add_(columns[ADVANCE])
         place = columns[PLACE]
-        blocks = tables.gather(1, (place // self.block_rows)[:, None])[:, 0]
+        blocks = tables.gather(1, (place // self.block_rows)[:, None])[:, 0].long()
         rows = make_static_rows(blocks, place % self.block_rows, tables, columns[LENGTH], self.block_rows)
         return self.tokens.take(columns[SLOT]), columns[ROPE], rows
 
@@ -85,18 +86,16 @@ class DecodeState:
 
 
 def pack_decodes(decodes: Decodes, size: int, prompts: np.ndarray | None) -> np.ndarray:
-    """Pack the numbers of a step for the device: ids [size], columns [6, size] a step before, tables [size, width]."""
-    n, width = decodes.tables.shape
-    packed = np.zeros(size * (1 + len(COLUMNS) + width), dtype=np.int64)
+    """Pack the numbers of a step for the device: ids [size], columns [6, size] a step before."""
+    n = len(decodes.lengths)
+    packed = np.zeros(size * (1 + len(COLUMNS)), dtype=np.int64)
     packed[:n] = decodes.ids
-    columns = packed[size : size * (1 + len(COLUMNS))].reshape(-1, size)
+    columns = packed[size:].reshape(-1, size)
     columns[SLOT, :n] = decodes.slots if len(decodes.slots) else np.arange(n)
     columns[SLOT, n:] = SPARE_SLOT
     columns[PROMPT, :n] = 0 if prompts is None else prompts
     columns[PLACE, :n], columns[ROPE, :n] = decodes.lengths - 2, decodes.rope - 1
     columns[LENGTH, :n], columns[ADVANCE, :n] = decodes.lengths - 1, 1
-    tables = packed[size * (1 + len(COLUMNS)) :].reshape(size, width)
-    tables[:n], tables[n:] = decodes.tables, -1
     return packed
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from trinity.core.messages import Grow, Open, Sampled, Step
 from trinity.errors import StageError
 from trinity.memory.block_memory import BlockMemory
+from trinity.memory.devices import wait_for_stream
 from trinity.stages.async_steps import MOST_SLOTS, DeviceTokens, FinishedStep, HostCopies, LaunchedStep, draw_next
 from trinity.stages.attention.backends import AUTO, make_backend
 from trinity.stages.attention.fp8 import find_spoilt, storage
@@ -126,7 +127,8 @@ class LanguageStage:
             self._prefill_graphs.warm_up()
         self.kv.tensor.zero_()
         if self.kv.tensor.is_cuda:
-            torch.cuda.synchronize(self.kv.tensor.device)  # the lane runs on another stream
+            # The lane runs on another stream. A wait for the whole device would break what another lane records.
+            wait_for_stream(torch.cuda.current_stream(self.kv.tensor.device))
 
     def open(self, request: Open) -> None:
         """Take in a request. Raises ``StageError`` if it is open already or its media do not fit its prompt."""
@@ -150,6 +152,7 @@ class LanguageStage:
         row = self._requests.close(request)
         if row is not None:
             self._tokens.texts.release(row.slot)
+            self._tokens.tables.release([row.slot])
         if row is not None and row.suspect:
             self._zero_spoilt(row)
 
@@ -257,7 +260,8 @@ class LanguageStage:
         return logits if self.observe is None else logits.clone()  # the next step writes into the same memory
 
     def _eager(self, decodes: Decodes, chunks: Sequence[Chunk], group: int, states: OpenStates | None = None) -> Tensor:
-        batch = build_batch(decodes, chunks, self._block_rows, self.model.adapter.axes, self.kv.tensor.device)
+        kept = None if self.kv.tensor.device.type == "cpu" else self._tokens.tables
+        batch = build_batch(decodes, chunks, self._block_rows, self.model.adapter.axes, self.kv.tensor.device, kept)
         if self._requests.steps_in_flight and len(decodes.ids):
             own, slots = len(decodes.ids), upload(decodes.slots, batch.ids.device)
             fed = torch.cat((self._tokens.fill_unknown(batch.ids[:own], slots), batch.ids[own:]))

@@ -10,6 +10,7 @@ import numpy as np
 from trinity.core.messages import Open, Prefill
 from trinity.errors import StageError
 from trinity.stages.batch import Chunk
+from trinity.stages.block_tables import BlockTables
 from trinity.stages.host_rules import HostRules
 from trinity.stages.models import RotaryPositions
 from trinity.stages.sampler_rows import SamplerKind
@@ -25,7 +26,7 @@ class OpenRequest:
     - ``ids``: prompt and, if its sampler looks back or the host has rules for it, the outputs that the host knows.
     - ``input_ids``: the prompt's ids with 0 in place of placeholders.
     - ``rope``: rotary positions.
-    - ``table``: block table.
+    - ``table``: block table, int32.
     - ``feature_at``, ``feature_rows``: positions of placeholders and the image-cache row of each.
     - ``groups``: see ``ChunkRows``; None if all rows are causal.
     - ``bans``: tokens that it may not take; None for no such rule.
@@ -82,6 +83,7 @@ class OpenRequest:
             groups=self._groups(start, end),
             needs_logits=asked.last,
             written=min(asked.length, max(0, end - len(self.opening.work.prompt))),
+            slot=self.slot,
         )
 
     def _rope(self, start: int, end: int) -> np.ndarray:
@@ -111,7 +113,8 @@ class DecodeSelection:
     - ``begun``, ``told``: steps that were launched, and tokens [n] of steps that were read, which the table's arrays do
       not hold yet (``RequestTable.decoded``).
     - ``ended``: steps that were read, likewise.
-    - ``grown``: slots that have got blocks since a device heard of their tables.
+    - ``grown``: slots that have got blocks since a recorded step heard of their tables.
+    - ``tables``: block tables of its rows; None if they must be joined again.
     """
 
     requests: Sequence[str]
@@ -127,6 +130,7 @@ class DecodeSelection:
     ended: int = 0
     told: list[np.ndarray] = field(default_factory=list)
     grown: list[int] = field(default_factory=list)
+    tables: BlockTables | None = None
 
 
 def slots_in(rows: Sequence[OpenRequest]) -> np.ndarray:

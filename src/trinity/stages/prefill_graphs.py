@@ -23,7 +23,7 @@ from torch import Tensor
 from trinity.stages.async_steps import DeviceTokens
 from trinity.stages.attention.interface import AttentionBackend, PagedRows
 from trinity.stages.attention.varlen import ChunkSlots, VarlenRows
-from trinity.stages.batch import Chunk, Decodes, RaggedBatch
+from trinity.stages.batch import Chunk, Decodes, RaggedBatch, select_tables
 from trinity.stages.cuda_graphs import GraphCache, Tensors
 from trinity.stages.decode_graphs import MOST_TABLE_BYTES
 from trinity.stages.models import LoadedModel
@@ -68,7 +68,7 @@ class PrefillGraphs:
     - ``image`` (None): the image cache, [blocks, rows, width].
     - ``letters`` ("PD"): without "D" no recording has decode rows.
     - ``sizes``: sizes with a recording, or, before ``warm_up``, that may get one; fewest rows first.
-    - ``tables`` (int64 [most sequences, width]): block tables of the sequences of a step.
+    - ``tables`` (int32 [most sequences, width]): block tables of the sequences of a step.
     - ``logits`` ([most sequences, vocabulary]): what every recording writes into.
     """
 
@@ -90,11 +90,11 @@ class PrefillGraphs:
         fitting = (each for each in held if each.rows <= MOST_ROWS and self._warm_up_blocks(each) <= blocks)
         self.sizes = tuple(sorted(fitting, key=_order))
         most = max((each.sequences for each in self.sizes), default=0) + 1
-        width = min(blocks, MOST_TABLE_BYTES // (8 * most))
+        width = min(blocks, MOST_TABLE_BYTES // (4 * most))
         context = getattr(self.model.adapter.text_config, "max_position_embeddings", None)
         if context is not None:
             width = min(width, -(-context // block_rows))
-        self.tables = torch.zeros((most, width), dtype=torch.long, device=self.kv.device)
+        self.tables = torch.zeros((most, width), dtype=torch.int32, device=self.kv.device)
 
     def run(self, decodes: Decodes, chunks: Sequence[Chunk]) -> Tensor | None:
         """Return logits of the decodes and of the chunks that need them, valid until the next call.
@@ -102,21 +102,17 @@ class PrefillGraphs:
         None if this step must run eagerly.
         """
         size = self._find_size(len(decodes.ids), chunks)
-        block_rows = self.kv.shape[4]
-        width = max([decodes.tables.shape[1], *(_count_blocks(chunk, block_rows) for chunk in chunks)])
-        if size is None or width > self.tables.shape[1]:
+        longest = max([decodes.lengths.max(initial=0), *(chunk.start + len(chunk.ids) for chunk in chunks)])
+        if size is None or longest > self._longest:
             return None
         ordered = sorted(chunks, key=lambda chunk: not chunk.needs_logits)
         first = size.decodes - len(decodes.ids)
         held = slice(first, size.decodes + len(chunks))
         with torch.inference_mode():
-            packed = pack_step(decodes, ordered, size, block_rows, self.model.adapter.axes, width)
-            fixed = sum(size.split_numbers(self.model.adapter.axes))
-            given = upload(packed, self.kv.device)
-            self.tables[held, :width].copy_(given[fixed:].view(-1, width))
-            found = self.graphs.call(
-                ("prefill", size), lambda inputs: self._forward(inputs, size), [given[:fixed]], "prefill"
-            )
+            given = upload(pack_step(decodes, ordered, size, self.kv.shape[4], self.model.adapter.axes), self.kv.device)
+            tables = select_tables(self.tokens.tables, decodes, ordered)[:, : self.tables.shape[1]]
+            self.tables[held, : tables.shape[1]].copy_(tables)
+            found = self.graphs.call(("prefill", size), lambda inputs: self._forward(inputs, size), [given], "prefill")
         if found is None:
             return None
         return found[0][first : size.decodes + sum(chunk.needs_logits for chunk in chunks)]
@@ -207,34 +203,25 @@ def _order(size: StepSize) -> tuple[int, int]:
     return size.rows, size.decodes
 
 
-def _count_blocks(chunk: Chunk, block_rows: int) -> int:
-    return -(-(chunk.start + len(chunk.ids)) // block_rows)
-
-
-def pack_step(
-    decodes: Decodes, chunks: Sequence[Chunk], size: StepSize, block_rows: int, axes: int, width: int
-) -> np.ndarray:
-    """Pack all numbers of a step for the device: those of ``split_numbers``, then tables [n * width].
+def pack_step(decodes: Decodes, chunks: Sequence[Chunk], size: StepSize, block_rows: int, axes: int) -> np.ndarray:
+    """Pack the numbers of a step for the device: those of ``split_numbers``.
 
     Rows: padding, decodes, chunks, padding. ``chunks`` that need logits come first.
     """
     own, firsts = len(decodes.ids), np.cumsum([size.decodes, *(len(chunk.ids) for chunk in chunks)])
     parts = size.split_numbers(axes)
-    packed = np.zeros(sum(parts) + (own + len(chunks)) * width, dtype=np.int64)
-    *numbers, tables = np.split(packed, np.cumsum(parts))
+    packed = np.zeros(sum(parts), dtype=np.int64)
+    numbers = np.split(packed, np.cumsum(parts[:-1]))
     columns, (begins, lengths, last) = numbers[0].reshape(-1, size.rows), numbers[1:]
     columns[[2, 4]] = -1
     begins[: size.decodes] = last[: size.decodes] = np.arange(size.decodes)
     begins[size.decodes :], begins[-1], last[size.decodes :] = firsts[-1], size.rows, size.rows - 1
-    tables = tables.reshape(-1, width)
     _pack_decodes(decodes, columns[:, size.decodes - own : size.decodes], block_rows)
     lengths[size.decodes - own : size.decodes] = decodes.lengths
-    tables[:own, : decodes.tables.shape[1]] = decodes.tables
     for number, (chunk, first) in enumerate(zip(chunks, firsts.tolist(), strict=False)):
         _pack_chunk(chunk, columns[:, first : first + len(chunk.ids)], block_rows)
-        place, blocks = size.decodes + number, _count_blocks(chunk, block_rows)
+        place = size.decodes + number
         begins[place], lengths[place], last[place] = first, chunk.start + len(chunk.ids), first + len(chunk.ids) - 1
-        tables[own + number, :blocks] = chunk.table[:blocks]
     return packed
 
 
@@ -242,8 +229,7 @@ def _pack_decodes(decodes: Decodes, columns: np.ndarray, block_rows: int) -> Non
     columns[0], columns[_COLUMNS:] = decodes.ids, decodes.rope
     if len(decodes.slots):
         columns[1] = decodes.slots
-    blocks, columns[3] = np.divmod(decodes.lengths - 1, block_rows)
-    columns[2] = decodes.tables[np.arange(len(blocks)), blocks] if len(blocks) else blocks
+    columns[2], columns[3] = decodes.find_blocks(block_rows), (decodes.lengths - 1) % block_rows
 
 
 def _pack_chunk(chunk: Chunk, columns: np.ndarray, block_rows: int) -> None:

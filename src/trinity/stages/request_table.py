@@ -12,6 +12,7 @@ from trinity.core.messages import Open, Sampled
 from trinity.errors import StageError
 from trinity.preprocess.media_kinds import kind_names
 from trinity.stages.batch import Decodes
+from trinity.stages.block_tables import BlockTables
 from trinity.stages.device_texts import DeviceTexts
 from trinity.stages.host_rules import make_host_rules
 from trinity.stages.models import LoadedModel, ModelAdapter
@@ -41,7 +42,6 @@ class RequestTable:
 
     - ``block_rows``, ``image_rows``: rows of a KV block and of an image block.
     - ``rows``: open requests by id; ``free``: free slots.
-    - ``tables``: block tables, each padded with its own last block.
     - ``samplers``: ``SAMPLER`` rows; ``prompt``: tokens of prompts.
     - ``suspects``: requests whose step has not succeeded yet.
     - ``selection``: decode rows of the last step, since the next one mostly decodes the same.
@@ -53,7 +53,6 @@ class RequestTable:
     rows: dict[str, OpenRequest] = field(default_factory=dict)
     free: list[int] = field(default_factory=list)
     steps_in_flight: int = 0  # unread steps
-    tables: np.ndarray = field(default_factory=lambda: np.empty((0, 1), dtype=np.int64))
     samplers: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=SAMPLER))
     prompt: np.ndarray = field(default_factory=lambda: _NO_IDS)
     suspects: set[str] = field(default_factory=set)
@@ -114,15 +113,12 @@ class RequestTable:
         work = opening.work
         if work.request in self.rows:
             raise StageError("opened twice: close the request first", work.request)
-        table = np.array(opening.blocks, dtype=np.int64)
+        table = np.array(opening.blocks, dtype=np.int32)
         row = self._row(opening, table)
         sampler = describe_sampler(work.sampling, row.bans)
         if not self.free:
             self._grow()
         slot = row.slot = self.free.pop()
-        self._widen(len(table))
-        self.tables[slot] = table[-1] if len(table) else 0
-        self.tables[slot, : len(table)] = table
         self.capacity[slot] = len(table) * self.block_rows
         self.delta[slot] = row.rope.delta
         self.length[slot] = len(work.prompt) + len(opening.tokens) - 1
@@ -137,14 +133,11 @@ class RequestTable:
         row = self.rows.get(request)
         if row is None:
             return
-        held = len(row.table)
-        row.table = np.concatenate((row.table, np.array(blocks, dtype=np.int64)))
-        self._widen(len(row.table))
-        self.tables[row.slot, held:] = row.table[-1]
-        self.tables[row.slot, held : len(row.table)] = row.table[held:]
+        row.table = np.concatenate((row.table, np.array(blocks, dtype=np.int32)))
         self.capacity[row.slot] = len(row.table) * self.block_rows
         if self.selection is not None:
             self.selection.grown.append(row.slot)
+            self.selection.tables = None
 
     def close(self, request: str) -> OpenRequest | None:
         """Free the request's slot and return it; None if it is not open."""
@@ -174,8 +167,8 @@ class RequestTable:
             self.selection = selection
         return selection
 
-    def read_decodes(self, selection: DecodeSelection, ahead: int = 0) -> Decodes:
-        """Return the host arrays of the selection's next step, with ``ahead`` blocks of each table that it needs later.
+    def read_decodes(self, selection: DecodeSelection) -> Decodes:
+        """Return the host arrays of the selection's next step.
 
         Raises ``StageError`` if a request has no token yet or no room in its blocks.
         """
@@ -189,10 +182,11 @@ class RequestTable:
             ids[unread] = _NO_TOKEN
         if np.count_nonzero(unknown) or np.count_nonzero(lengths > capacity):
             raise find_bad_decode(selection.rows, unknown, lengths, capacity)
-        blocks = -(-int(lengths[-1]) // self.block_rows) + ahead
+        if selection.tables is None:
+            selection.tables = BlockTables.join([row.table for row in selection.rows])
         delta += lengths
         delta -= 1
-        return Decodes(ids, delta, lengths, self.tables[slots, :blocks], slots)
+        return Decodes(ids, delta, lengths, selection.tables, slots)
 
     def _deselect(self) -> None:
         """Forget the selection, whose steps the arrays then hold."""
@@ -374,13 +368,7 @@ class RequestTable:
             held = getattr(self, name)
             new = np.zeros((*held.shape[:-1], more), dtype=held.dtype)
             setattr(self, name, np.concatenate((held, new), axis=-1))
-        self.tables = np.concatenate((self.tables, np.zeros((more, self.tables.shape[1]), dtype=np.int64)))
         self.free.extend(range(old + more - 1, old - 1, -1))
-
-    def _widen(self, blocks: int) -> None:
-        lacking = blocks - self.tables.shape[1]
-        if lacking > 0:
-            self.tables = np.pad(self.tables, ((0, 0), (0, max(lacking, self.tables.shape[1]))), "edge")
 
 
 def _number_groups(adapter: ModelAdapter, at: np.ndarray, prompt: np.ndarray, length: int) -> np.ndarray | None:

@@ -206,15 +206,18 @@ def _as_list(features: Any) -> list[torch.Tensor]:
 
 
 def load_as_transformers(source: Any) -> Any:
-    """Load an image with transformers' own ``load_image``; arrays and tensors are given to processors as they are."""
-    from PIL import Image
-    from transformers.image_utils import load_image
+    """Load an image by transformers' ``convert_to_rgb``, upright; arrays and tensors processors get as they are."""
+    from PIL import Image, ImageOps
+    from transformers.image_transforms import convert_to_rgb
 
     if isinstance(source, (bytes, bytearray, memoryview)):
-        return load_image(Image.open(io.BytesIO(source)))
-    if isinstance(source, (str, os.PathLike)):
-        return load_image(os.fspath(source))
-    return load_image(source) if isinstance(source, Image.Image) else source
+        source = Image.open(io.BytesIO(source))
+    elif isinstance(source, (str, os.PathLike)):
+        source = Image.open(os.fspath(source))
+    if not isinstance(source, Image.Image):
+        return source
+    shown: Any = convert_to_rgb(ImageOps.exif_transpose(source), return_numpy=True)
+    return Image.fromarray(shown)
 
 
 def load_audio_as_transformers(source: Any, processor: Any) -> Any:

@@ -31,6 +31,7 @@ from trinity.core.frontend_events import MoveEnd
 from trinity.core.instance.state import Settings
 from trinity.core.messages import (
     FRONTEND,
+    UNFIT,
     Collect,
     Collected,
     Failure,
@@ -345,8 +346,11 @@ class VirtualCluster(EventLoop):
 
     def _make_result(self, name: str, step: Step, seconds: float) -> Stepped:
         rows = [row.request for row in step.encodes] + [row.request for row in step.prefills] + list(step.decodes)
+        encoding = {row.request for row in step.encodes}
         failed = {
-            request: Failure("StageError", f"a row of {request} failed")
+            request: Failure(
+                "StageError", f"a row of {request} failed", {UNFIT: "too thin"} if request in encoding else {}
+            )
             for request in dict.fromkeys(rows)
             if (name, request) in self._broken or self.faults.row(self.draw, name, step, request)
         }

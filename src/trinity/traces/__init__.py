@@ -14,6 +14,7 @@ from __future__ import annotations
 from importlib.resources import as_file, files
 
 from trinity.errors import UnknownName
+from trinity.errors.arguments import check_call
 from trinity.traces.formats import FORMATS as FORMATS
 from trinity.traces.formats import read_trace as read_trace
 from trinity.traces.synthetic import DATASETS as DATASETS
@@ -29,6 +30,7 @@ SHIPPED_TRACES = {
 }
 
 
+@check_call
 def read_shipped(name: str) -> Trace:
     """Read a trace that comes with trinity; ``data/ORIGIN.md`` names its source.
 

@@ -12,9 +12,10 @@ from typing import Any, Literal, Protocol, get_args
 
 import msgspec
 
-from trinity.errors import ConfigError, TraceError, UnknownName, describe_error
+from trinity.errors import ConfigError, TraceError, UnknownName, describe_error, warn_caller
 from trinity.errors.arguments import (
     Count,
+    KeywordsByName,
     Number,
     Positive,
     Whole,
@@ -53,13 +54,17 @@ class ServedRequest(Protocol):
     def finish_reason(self) -> str: ...
 
 
-class SLO(msgspec.Struct, frozen=True):
+_USUAL_MS = (100, 100_000)  # bounds that are usual in milliseconds, and not in seconds
+
+
+class SLO(msgspec.Struct, metaclass=KeywordsByName, frozen=True):
     """Latency bounds of a service-level objective, in seconds.
 
     - ``ttft`` (s): bound on the time to first token.
     - ``tbt`` (s): bound on the time between tokens.
 
-    Raises ``ConfigError`` for a bound that is not a positive finite number.
+    Raises ``ConfigError`` for a bound that is not a positive finite number, and warns (``TrinityWarning``) of one that
+    looks like milliseconds, from 100 to 100,000.
     """
 
     ttft: Positive
@@ -67,6 +72,13 @@ class SLO(msgspec.Struct, frozen=True):
 
     def __post_init__(self) -> None:
         check_struct(self)
+        for name, bound in (("ttft", self.ttft), ("tbt", self.tbt)):
+            if _USUAL_MS[0] <= bound < _USUAL_MS[1]:
+                text = (
+                    f"SLO({name}={bound:g}) reads seconds; if these are milliseconds, give {name}={bound / 1000:g}. "
+                    f"For no bound give at least {_USUAL_MS[1]:,}"
+                )
+                warn_caller(text)
 
     def is_met(self, served: ServedRequest, rule: SLORule = "p90") -> bool:
         """Check whether a request met the SLO. A request that failed, was refused or did not finish did not.

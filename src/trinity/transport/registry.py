@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from trinity.errors import ConfigError
+from trinity.errors import ConfigError, show
 from trinity.plugins import list_names, load_plugin
 from trinity.transport.auto import AutoHostTransport, AutoTransport
 from trinity.transport.base import Transport
@@ -41,8 +41,10 @@ def make_transport(name: str, **options: Any) -> Transport:
     it does not take these keywords.
     """
     factory: Callable[..., Transport] = BUILT_IN.get(name) or load_plugin(GROUP, "transport", name, BUILT_IN)
+    signature = inspect.signature(factory)
     try:
-        inspect.signature(factory).bind(**options)
+        signature.bind(**options)
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"transport {name!r} does not take the options {options}: {error}") from error
+        takes = ", ".join(signature.parameters) or "none"
+        raise ConfigError(f"transport {name!r} does not take the options {show(options)}: it takes {takes}") from error
     return factory(**options)

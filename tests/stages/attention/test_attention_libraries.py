@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -34,6 +35,7 @@ from trinity.stages.attention.library import FlashAttention3
 from trinity.stages.attention.probe import find_fault
 from trinity.stages.attention.triton import TritonAttention
 from trinity.stages.attention.varlen import make_varlen_rows
+from trinity.stages.block_tables import BlockTables
 from trinity.stages.decode_state import make_static_rows
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
@@ -111,8 +113,8 @@ def test_flash3_reads_the_static_rows_of_a_graph(called: list[Any]) -> None:
     """Tables and lengths lie on the device; a padding row is written nowhere, and gives zeros."""
     scene = Scene([Text(20, 1, True), Text(5, 1, True)], (4, 2), 8, 16, seed=2)
     rows, params = scene.rows(), PARAMS["full"]
-    tables = torch.zeros((3, 4), dtype=torch.long)
-    tables[:2, : rows.tables.shape[1]] = torch.from_numpy(rows.tables)
+    tables = torch.zeros((3, 4), dtype=torch.int32)
+    tables[:2, :2] = torch.from_numpy(BlockTables.join(rows.tables).take(np.arange(2)))
     blocks, offsets = torch.cat((rows.blocks, torch.tensor([-1]))), torch.cat((rows.offsets, torch.tensor([0])))
     static = make_static_rows(blocks, offsets, tables, torch.tensor([*rows.lengths, 0]), 16)
     parts = (scene.queries, [each[-1:] for each in scene.keys], [each[-1:] for each in scene.values])

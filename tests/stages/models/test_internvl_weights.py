@@ -90,12 +90,23 @@ def test_features_are_those_of_the_original(name: str) -> None:
     processor.close()
 
 
-@pytest.mark.parametrize("lost", ["mlp1.0.weight", "mlp1.3.bias", "vision_model.encoder.layers.1.attn.qkv.weight"])
+@pytest.mark.parametrize("lost", ["mlp1.0.weight", "mlp1.3.bias", "vision_model.encoder.layers.0.attn.qkv.weight"])
 def test_a_lost_weight_of_an_encoder_is_named(lost: str, tmp_path: Path) -> None:
     folder = keep(copy_published("qwen", tmp_path), lambda key: key != lost)
     assert load_model(folder, "D").language is not None
     with pytest.raises(ConfigError, match="lacks weights of"):
         load_model(folder, "E")
+
+
+def test_a_layer_behind_the_one_whose_features_are_taken_may_be_lost(tmp_path: Path) -> None:
+    folder = keep(copy_published("qwen", tmp_path), lambda key: not key.startswith("vision_model.encoder.layers.1."))
+    processor = RequestProcessor(folder)
+    models = [load_model(each, "E", dtype="float32").vision.base_model for each in (published("qwen"), folder)]
+    found = next(made for made in map(processor.process, requests()) if made.inputs)
+    with torch.inference_mode():
+        whole, cut = (each.get_image_features(**found.inputs[-1], return_dict=True).pooler_output for each in models)
+    assert torch.equal(torch.as_tensor(whole[-1]), torch.as_tensor(cut[-1]))
+    processor.close()
 
 
 @pytest.mark.parametrize(

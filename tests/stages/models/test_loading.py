@@ -5,8 +5,8 @@ from __future__ import annotations
 import gc
 import json
 import shutil
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from importlib.metadata import EntryPoint
 from pathlib import Path
 from typing import Any
@@ -395,3 +395,41 @@ def test_a_long_load_shows_a_bar_to_who_watches(
     monkeypatch.setattr(loader, "_parts", {})  # what another test has loaded is not loaded again
     load_model(checkpoint("llava"), "P", dtype="float32")
     assert ("Loading weights: 100%" in capsys.readouterr().err) == (watched and large)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "device", "forbidden"),
+    [("float32", "cuda", True), ("bfloat16", "cuda", False), ("float32", "cpu", False)],
+)
+def test_float32_on_a_gpu_is_never_rounded_to_tf32(
+    dtype: str, device: str, forbidden: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """cuDNN's convolutions are by default, and with them an image's first rows: 1e-3 off, whatever a user has set."""
+
+    def stop(*_: object) -> None:
+        raise InterruptedError("its settings are what is looked at")
+
+    monkeypatch.setattr(loader, "check_device", torch.device)
+    monkeypatch.setattr(loader, "is_proven", lambda *_: True)
+    monkeypatch.setattr(loader, "_part", stop)
+    with _restore_precision():
+        torch.backends.fp32_precision = "tf32"  # type: ignore[attr-defined]
+        torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = True
+        with pytest.raises(InterruptedError):
+            load_model(checkpoint("llava"), "EPD", dtype=dtype, device=device)
+        cudnn: Any = torch.backends.cudnn
+        kinds = (cudnn.conv, cudnn.rnn, torch.backends.cuda.matmul)
+        assert {each.fp32_precision for each in kinds} == {"ieee" if forbidden else "tf32"}
+        assert torch.backends.cudnn.allow_tf32 is torch.backends.cuda.matmul.allow_tf32 is not forbidden
+        with torch.backends.cudnn.flags(enabled=True):  # torch's own look at them, which wants them to agree
+            pass
+
+
+@contextmanager
+def _restore_precision() -> Iterator[None]:
+    both: Any = torch.backends
+    before = both.fp32_precision, both.cudnn.allow_tf32, both.cuda.matmul.allow_tf32
+    try:
+        yield
+    finally:
+        both.fp32_precision, both.cudnn.allow_tf32, both.cuda.matmul.allow_tf32 = before

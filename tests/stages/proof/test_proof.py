@@ -14,15 +14,21 @@ from torch import Tensor
 
 from support.checkpoint_files import checkpoint
 from trinity.core.messages import MediaSpan
+from trinity.errors import RequestError
+from trinity.preprocess.processor import RequestProcessor
 from trinity.preprocess.verdicts import MediaFacts, ProofVerdict, find_verdict
+from trinity.request import Request
 from trinity.stages.models.base import MediaInputs, RotaryPositions
 from trinity.stages.models.generic import GenericAdapter
 from trinity.stages.proof import prove
+from trinity.stages.proof.command import print_verdict
+from trinity.stages.proof.prompts import make_picture
 
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation")  # of tensors, in ERNIE's processor
 PARTS = ("processor", "prompt ids", "features", "positions", "attention", "logits", "control")
 # One of each kind: three rotary axes; sizes of images beside pixels, and a processor that asks for torchvision; tiles;
 # layers that keep states; four rotary axes, and tokens that must stand around a placeholder.
+WITH_VIDEOS = ("qwen3_vl_moe", "qwen3_5", "ernie4_5_vl_moe", "cosmos3_omni")  # their processors take some
 SLOW_TYPES = (
     "granite4_vision",
     "idefics2",
@@ -49,6 +55,7 @@ def test_a_type_that_nobody_listed_is_proven_and_the_verdict_kept(name: str) -> 
     assert tuple(dict.fromkeys(part.name for part in verdict.parts)) == PARTS
     assert verdict.model_type == name
     assert not verdict.facts.whole_media
+    assert verdict.facts.refused.keys() == ({"video"} if name in WITH_VIDEOS else set())
     assert find_verdict(directory) == verdict
 
 
@@ -299,3 +306,48 @@ def test_features_that_are_wrong_beside_others_by_our_own_fault_are_refused() ->
     failed = prove(checkpoint("any-aya_vision"), Shifts).failed
     assert failed is not None
     assert failed.name == "features"
+
+
+def test_a_text_of_which_the_model_itself_gives_two_answers_is_left_out_and_images_serve(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """PaliGemma without a chat template: by sdpa its text sees itself in both directions, by eager it does not."""
+    directory = Path(shutil.copytree(checkpoint("any-paligemma"), tmp_path / "model"))
+    for path in directory.glob("chat_template*"):
+        path.unlink()
+    settings = directory / "tokenizer_config.json"
+    fields = json.loads(settings.read_text())
+    fields.pop("chat_template", None)
+    settings.write_text(json.dumps(fields))
+    assert print_verdict(directory) == 0
+    said = capsys.readouterr().out
+    assert "paligemma serves: image\n" in said
+    assert "paligemma rejects prompts without media: logits under chunking: " in said
+    verdict = find_verdict(directory)
+    assert verdict is not None
+    assert verdict.facts.refused.keys() == {"text"}
+    processor = RequestProcessor(directory)
+    try:
+        with pytest.raises(RequestError, match=r"takes no prompt without an image: logits under chunking: .* off"):
+            processor.process(Request(prompt="What is this?", max_tokens=2))
+        assert processor.process(ask_picture()).work.media
+    finally:
+        processor.close()
+
+
+def ask_picture() -> Request:
+    return Request(prompt="<image>What is this?", images=[make_picture(1, 60, 60)], max_tokens=2)
+
+
+@pytest.mark.slow
+def test_images_that_differ_leave_the_clips_that_are_proven() -> None:
+    class ShiftedImages(GenericAdapter):
+        def encode(self, model: Any, kind: str, items: Sequence[MediaInputs], counts: Sequence[int]) -> list[Tensor]:
+            found = super().encode(model, kind, items, counts)
+            return [rows.roll(1, 0) for rows in found] if kind == "image" else found
+
+    verdict = prove(checkpoint("any-gemma4"), ShiftedImages)
+    assert verdict.failed is None
+    assert verdict.serves == ("audio", "text")
+    assert verdict.facts.refused["image"].startswith("features: ")
+    assert verdict.facts.media_tokens.keys() == {"audio"}

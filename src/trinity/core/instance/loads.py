@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from trinity.core.instance.phases import Phase
 from trinity.core.instance.request_state import RequestState
 from trinity.core.instance.state import State
@@ -31,7 +33,11 @@ def report(s: State, now: float) -> None:
     beat = min(own.heartbeat_s, own.lease_s / 4)
     if load != s.reported or now - s.reported_at >= beat:
         s.reported, s.reported_at = load, now
-        for name in [*report_targets(s), *s.frontends]:
+        for name in report_targets(s):
+            s.send(name, load)
+        running = {lane: flight[0].step.id for lane, flight in s.lanes.items() if flight}
+        load = msgspec.structs.replace(load, running=running)  # no change of which makes a report: each step is one
+        for name in s.frontends:
             s.send(name, load)
     soon = (s.requests or s.outgoing) and s.has_load_listeners
     s.report_at = now + (min(own.report_s, beat) if soon else beat)

@@ -125,19 +125,35 @@ def _page_lists(rows: PagedRows, cache: Tensor) -> PageLists:
 
 
 def make_page_lists(rows: PagedRows, page_rows: int, device: torch.device) -> PageLists:
-    """List the pages of decode rows, then of chunks, whose tables are on ``device`` already."""
+    """List the pages of decode rows, then of chunks; tables that are on ``device`` already are not copied there."""
     counts = np.array([1] * rows.decodes + [chunk.length for chunk in rows.chunks])
     lengths = np.concatenate((rows.lengths, np.array([chunk.end for chunk in rows.chunks], dtype=np.int64)))
     pages = -(-lengths // page_rows)
-    held = [rows.tables[i, : pages[i]] for i in range(rows.decodes)]
-    parts = [upload(np.concatenate(held).astype(np.int32), device)] if held else []
-    parts += [chunk.table[:most].int() for chunk, most in zip(rows.chunks, pages[rows.decodes :].tolist(), strict=True)]
+    starts = _sum_up(pages)
+    if rows.there is None:
+        found = _join_pages(rows, pages, device)
+    else:
+        found = _pick_pages(rows.there, upload(starts, device), int(pages.sum()))
     return PageLists(
         begins=_sum_up(counts),
-        starts=_sum_up(pages),
-        pages=parts[0] if len(parts) == 1 else torch.cat(parts),
+        starts=starts,
+        pages=found,
         last=torch.from_numpy((lengths - (pages - 1) * page_rows).astype(np.int32)),
     )
+
+
+def _join_pages(rows: PagedRows, pages: np.ndarray, device: torch.device) -> Tensor:
+    held = [table[:most] for table, most in zip(rows.tables, pages.tolist(), strict=False)]
+    parts = [upload(np.concatenate(held, dtype=np.int32), device)] if held else []
+    parts += [chunk.table[:most].int() for chunk, most in zip(rows.chunks, pages[rows.decodes :].tolist(), strict=True)]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _pick_pages(tables: Tensor, starts: Tensor, total: int) -> Tensor:
+    """Pick the first pages of each of ``tables``, of which the first comes at ``starts`` of ``total``."""
+    at = torch.arange(total, dtype=torch.int32, device=tables.device)
+    sequence = torch.searchsorted(starts[1:], at, right=True)
+    return tables[sequence, at - starts[sequence]]
 
 
 def _sum_up(counts: np.ndarray) -> Tensor:

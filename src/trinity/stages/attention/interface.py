@@ -22,6 +22,7 @@ from torch import Tensor
 from trinity.errors import UnsupportedModel
 from trinity.stages.attention.kv_rows import KvRow, LayerSurvey, fit_rows
 from trinity.stages.attention.latent import INDEXED, compress_rows, expand_result
+from trinity.stages.block_tables import AnyTables
 
 Int64Array = np.ndarray
 PAGED_ATTENTION = "trinity_paged"
@@ -76,7 +77,7 @@ class ChunkRows:
 
     - ``first``, ``length``: its rows [first, first + length) of the batch.
     - ``start``: KV position of its first row.
-    - ``table``: block table, int64 [blocks]: the request's KV blocks from position 0.
+    - ``table``: block table [blocks]: the request's KV blocks from position 0.
     - ``groups`` ([length], None): rows of one group ≥ 0 see each other in both directions (Gemma 3's images); -1 is
       causal.
     - ``written`` (0): how many of the last rows are of tokens that the model wrote itself.
@@ -99,19 +100,21 @@ class PagedRows:
     """Cache places of a ragged batch of T rows: decode rows first, then prefill chunks (vLLM's attention metadata).
 
     - ``blocks``, ``offsets`` ([T]): KV block of each row, and the row's place in it (vLLM's slot mapping).
-    - ``tables`` ([decodes, width]): block tables of the decode rows, padded with a block of the same request, so that
-      no row ever reads another request's block.
+    - ``tables`` ([decodes]): block tables of the decode rows, on the host.
     - ``lengths`` ([decodes]): KV positions of each decode row, its own included; ascending, so that neighbours need
       little padding.
     - ``chunks``: the prefill chunks.
+    - ``there`` (int32 [decodes + chunks, width], None): block tables of all of them on the device, if they are there
+      already; what lies beyond a table's end is any block.
     - ``memo``: a backend's store for what it derives once per batch.
     """
 
     blocks: Tensor
     offsets: Tensor
-    tables: np.ndarray
+    tables: AnyTables
     lengths: np.ndarray
     chunks: tuple[ChunkRows, ...] = ()
+    there: Tensor | None = None
     memo: dict[Any, Any] = field(default_factory=dict)
 
     @property

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trinity.memory.devices import free_cached_memory
 from trinity.stages.attention.interface import AttentionBackend, AttentionParams, ChunkRows, PagedRows
 from trinity.stages.attention.probe import find_fault
 
@@ -127,7 +128,7 @@ def measure_backends(
         return None
     finally:
         if device.type == "cuda":
-            torch.cuda.empty_cache()  # pools and graphs want it
+            free_cached_memory(device)  # pools and graphs want it
 
 
 def _is_sound(

@@ -18,6 +18,7 @@ from torch import Tensor
 from trinity.memory import native
 from trinity.stages.attention.interface import AttentionParams, ChunkRows, Int64Array, PagedRows
 from trinity.stages.attention.torch_reference import TorchAttention
+from trinity.stages.block_tables import BlockTables
 
 LONG_CHUNK = 32  # rows of a bfloat16 chunk from which torch is faster than kernels of few rows
 MANY_ROW_KERNELS = ("best", "many")  # kernels that use that of many rows if there is one
@@ -131,13 +132,12 @@ def _address(rows: Tensor) -> tuple[int, int, int]:
 def _make_plan(rows: PagedRows, cache: Tensor, longest: int | None) -> _BatchPlan:
     """Plan a batch; chunks of ``longest`` rows or more are left to torch."""
     blocks, layers, _, heads, height, width = cache.shape
-    decodes = rows.decodes
-    tables, positions, ahead = [rows.tables.reshape(-1)], [rows.lengths - 1], [rows.lengths]
+    decodes, own = rows.decodes, BlockTables.join(rows.tables)
+    tables, positions, ahead = [own.blocks], [rows.lengths - 1], [rows.lengths]
     requests = np.empty((decodes, 4), np.int64)
-    across = rows.tables.shape[1] if decodes else 0
-    requests[:, 0], requests[:, 1], requests[:, 3] = np.arange(decodes), 1, across
-    requests[:, 2] = np.arange(decodes) * across
-    ours, torches, start = [requests], [], decodes * across
+    requests[:, 0], requests[:, 1], requests[:, 3] = np.arange(decodes), 1, own.counts
+    requests[:, 2] = own.ends - own.counts
+    ours, torches, start = [requests], [], len(own.blocks)
     for chunk in rows.chunks:
         table, at = chunk.table.numpy(), np.arange(chunk.start, chunk.end)
         ends = None if longest is not None and chunk.length >= longest else _visible_ends(chunk)
@@ -151,7 +151,7 @@ def _make_plan(rows: PagedRows, cache: Tensor, longest: int | None) -> _BatchPla
             tables.append(table)
             start += len(table)
     shape = np.array([blocks, layers, heads, height, width], np.int64)
-    given = (np.concatenate(tables), np.concatenate(ours))
+    given = (np.concatenate(tables, dtype=np.int64), np.concatenate(ours))
     made = native.extension.PagedAttention(
         shape, cache.dtype == torch.bfloat16, rows.blocks.numpy(), rows.offsets.numpy(), *given
     )

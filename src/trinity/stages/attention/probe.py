@@ -117,11 +117,10 @@ def _copy_wide(cache: Tensor) -> Tensor:
 def _last_rows(rows: PagedRows) -> tuple[Tensor, PagedRows]:
     """Pick the last row of every sequence: its index, and the rows as decode rows."""
     last = torch.tensor([*range(rows.decodes), *(chunk.first + chunk.length - 1 for chunk in rows.chunks)])
-    width = rows.tables.shape[1]
-    tables = [np.resize(chunk.table.cpu().numpy(), width) for chunk in rows.chunks]  # wrapped, so its own blocks still
+    tables = [*rows.tables, *(chunk.table.cpu().numpy() for chunk in rows.chunks)]
     lengths = np.append(rows.lengths, [chunk.end for chunk in rows.chunks])
     last = last.to(rows.blocks.device)
-    return last, PagedRows(rows.blocks[last], rows.offsets[last], np.concatenate((rows.tables, tables)), lengths)
+    return last, PagedRows(rows.blocks[last], rows.offsets[last], tables, lengths)
 
 
 def _make_slots(rows: PagedRows) -> PagedRows:

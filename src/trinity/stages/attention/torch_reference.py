@@ -17,6 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from trinity.stages.attention.fp8 import round_like, round_to, storage
 from trinity.stages.attention.interface import AttentionParams, ChunkRows, PagedRows, build_mask
+from trinity.stages.block_tables import BlockTables
 
 _GATHER_BYTES = 64 << 20
 
@@ -188,7 +189,7 @@ def _cache_pieces(table: Tensor, cache: Tensor) -> Tensor:
     """
     _, layers, parts, heads, _, _ = cache.shape
     across = torch.arange(heads, device=table.device)[:, None]
-    keys = (table * (layers * parts * heads))[..., None, :] + across
+    keys = (table.long() * (layers * parts * heads))[..., None, :] + across
     return torch.stack([keys + part * heads for part in range(parts)]).view(-1)
 
 
@@ -201,10 +202,10 @@ def _make_decode_group(
     dtype: torch.dtype,
 ) -> _DecodeGroup:
     heads, height = cache.shape[3:5]
-    lengths, tables = rows.lengths[chosen], rows.tables[chosen]
+    lengths = rows.lengths[chosen]
     most = int((-(-lengths // height) - first_blocks).max())
     columns = first_blocks[:, None] + np.arange(most)
-    table = np.take_along_axis(tables, np.minimum(columns, tables.shape[1] - 1), axis=1)
+    table = BlockTables.join(rows.tables).take(columns, chosen)
     positions = (columns[:, :, None] * height + np.arange(height)).reshape(len(lengths), -1)
     seen = (positions < lengths[:, None]) & (positions >= params.first_seen(lengths - 1)[:, None])
     bias = torch.from_numpy(seen).to(cache.device).repeat_interleave(heads, 0)[:, None, :]

@@ -119,7 +119,7 @@ class TritonAttention:
         to come; ``groups``: some of them with groups.
         """
         zeros = torch.zeros(2, dtype=torch.long, device=cache.device)
-        varlen = VarlenRows(tables=zeros[None], begins=torch.arange(2, device=cache.device), lengths=zeros)
+        varlen = VarlenRows(tables=zeros[None].int(), begins=torch.arange(2, device=cache.device), lengths=zeros)
         for kind, params in self._kinds.items():
             query = torch.zeros((1, kind.heads, cache.shape[5]), dtype=kind.dtype, device=cache.device)
             for wave in _empty_waves(kind.heads // cache.shape[3], chunks, groups, cache.device):

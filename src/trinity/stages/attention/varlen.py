@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from trinity.stages.attention.interface import PagedRows
+from trinity.stages.block_tables import BlockTables
 from trinity.stages.uploads import upload
 
 
@@ -28,9 +29,9 @@ class ChunkSlots:
 
 @dataclass(frozen=True, slots=True)
 class VarlenRows:
-    """Sequences of one batch in int64: decode rows, one sequence each, then chunks.
+    """Sequences of one batch: decode rows, one sequence each, then chunks. Numbers are int64, but those of tables.
 
-    - ``tables`` ([sequences, width]): block tables.
+    - ``tables`` (int32 [sequences, width]): block tables.
     - ``begins`` ([sequences + 1]): first row of each sequence in the batch (flash-attn's cu_seqlens_q).
     - ``lengths`` ([sequences]): KV positions, those of the sequence's own rows included.
     - ``groups`` ([rows], None): see ``ChunkRows``; None if no row has a group.
@@ -45,21 +46,25 @@ class VarlenRows:
 
 
 def make_varlen_rows(rows: PagedRows, device: torch.device) -> VarlenRows:
-    """Make the batch's sequences on ``device``. Tables of chunks are on it already and are not copied from the host."""
+    """Make the batch's sequences on ``device``. Tables that are on it already are not copied from the host."""
     decodes, chunks = rows.decodes, rows.chunks
-    width = max([rows.tables.shape[1] if decodes else 0, *(len(chunk.table) for chunk in chunks)])
     counts = np.array([1] * decodes + [chunk.length for chunk in chunks], dtype=np.int64)
     begins = np.concatenate((np.zeros(1, dtype=np.int64), np.cumsum(counts)))
     lengths = np.concatenate((rows.lengths, np.array([chunk.end for chunk in chunks], dtype=np.int64)))
-    held = np.zeros((decodes + len(chunks), width), dtype=np.int64)
-    if decodes:
-        held[:decodes, : rows.tables.shape[1]] = rows.tables
-    flat = upload(np.concatenate((begins, lengths, held.ravel())), device)
-    parts = torch.split(flat, [len(begins), len(lengths), held.size])
-    tables = parts[2].view(held.shape)
-    for i, chunk in enumerate(chunks, decodes):
-        tables[i, : len(chunk.table)] = chunk.table
+    parts = torch.split(upload(np.concatenate((begins, lengths)), device), [len(begins), len(lengths)])
+    tables = _lay_out(rows, device) if rows.there is None else rows.there
     return VarlenRows(tables, parts[0], parts[1], _groups(rows, int(begins[-1]), device))
+
+
+def _lay_out(rows: PagedRows, device: torch.device) -> Tensor:
+    own = BlockTables.join(rows.tables)
+    width = max([int(own.counts.max(initial=0)), *(len(chunk.table) for chunk in rows.chunks)])
+    tables = torch.zeros((rows.decodes + len(rows.chunks), width), dtype=torch.int32, device=device)
+    if rows.decodes:
+        tables[: rows.decodes] = upload(own.take(np.arange(width)), device)
+    for i, chunk in enumerate(rows.chunks, rows.decodes):
+        tables[i, : len(chunk.table)] = chunk.table
+    return tables
 
 
 def _groups(rows: PagedRows, total: int, device: torch.device) -> Tensor | None:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, linear
 
+from trinity.memory.devices import free_cached_memory
 from trinity.stages.attention.fp8 import FP8
 from trinity.stages.attention.interface import PagedBatch, PagedRows
 from trinity.stages.kernels.admission import fingerprint_part, is_known_module
@@ -85,7 +86,7 @@ def merge_products(modules: Sequence[Any]) -> MergedProduct | Fp8Product:
         weight, bias = (_merge(modules, name) for name in ("weight", "bias"))
         scales = _merge(modules, "weight_scale_inv") if isinstance(modules[0], Fp8Linear) else None
     if weight.is_cuda:
-        torch.cuda.empty_cache()  # the parts were blocks of their own: too small for the next merged tensor
+        free_cached_memory(weight.device)  # the parts were blocks of their own: too small for the next merged tensor
     return MergedProduct(weight, bias) if scales is None else Fp8Product(weight, scales, bias, modules[0].block_size[0])
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
@@ -22,6 +23,7 @@ from trinity.errors import UnsupportedModel
 from trinity.stages.attention.fp8 import round_to, storage
 from trinity.stages.attention.interface import PagedBatch, PagedRows, find_batch, kv_layer
 from trinity.stages.attention.latent import find_index_width
+from trinity.stages.block_tables import BlockTables
 from trinity.stages.models.picked_rows import flatten_rows, pick_rows, read_call
 from trinity.stages.uploads import upload
 
@@ -45,7 +47,7 @@ class IndexerModule(nn.Module):
         arguments = call.bind(self, given, named)
         total = arguments[call.rows].shape[1]
         found = []
-        for run in _list_runs(batch.rows, self._count_bytes(), batch.cache.device):
+        for run in _list_runs(batch.rows, self._count_bytes(), batch.cache):
             picked = {name: pick_rows(value, run.pick, total) for name, value in arguments.items()}
             keys = IndexKeys(run, batch.cache, kv_layer(self.trinity_layer[0]), self.trinity_width)
             chosen = own(**{**picked, _MASK: run.seen, call.cache: keys})
@@ -65,7 +67,7 @@ class IndexerModule(nn.Module):
 class _Run:
     """Rows that an indexer takes together: ``count`` requests of ``length`` rows each, from row ``first`` on.
 
-    - ``table``: block tables, int64 [count, blocks]. ``blocks``, ``offsets`` ([count * length]): cache places of the
+    - ``table``: block tables [count, blocks]. ``blocks``, ``offsets`` ([count * length]): cache places of the
       rows.
     - ``seen``: which tokens a row may choose, bool [count, length, tokens].
     """
@@ -113,18 +115,18 @@ class IndexKeys:
         return found.view(self.cache.dtype).to(keys.dtype)
 
 
-def _list_runs(rows: PagedRows, row_bytes: int, device: torch.device) -> tuple[_Run, ...]:
+def _list_runs(rows: PagedRows, row_bytes: int, cache: Tensor) -> tuple[_Run, ...]:
     """List the runs of a batch, each of at most ``SCORE_BYTES``; ``row_bytes``: of one row and token."""
     key = ("index runs", row_bytes)
     found: tuple[_Run, ...] | None = rows.memo.get(key)
     if found is None:
-        found = rows.memo[key] = (*_decode_runs(rows, row_bytes, device), *_chunk_runs(rows, row_bytes, device))
+        found = rows.memo[key] = (*_decode_runs(rows, row_bytes, cache), *_chunk_runs(rows, row_bytes, cache.device))
     return found
 
 
-def _decode_runs(rows: PagedRows, row_bytes: int, device: torch.device) -> Iterator[_Run]:
+def _decode_runs(rows: PagedRows, row_bytes: int, cache: Tensor) -> Iterator[_Run]:
     """Yield runs of decode rows, which are in order of their lengths."""
-    first = 0
+    first, tables, device = 0, BlockTables.join(rows.tables), cache.device
     while first < rows.decodes:
         end = rows.decodes
         while end > first + 1 and (end - first) * int(rows.lengths[end - 1]) * row_bytes > SCORE_BYTES:
@@ -132,7 +134,7 @@ def _decode_runs(rows: PagedRows, row_bytes: int, device: torch.device) -> Itera
         own, most = slice(first, end), int(rows.lengths[end - 1])
         lengths = upload(rows.lengths[own], device)[:, None]
         seen = torch.arange(most, device=device) < lengths
-        table = upload(rows.tables[own], device)
+        table = upload(tables.take(np.arange(-(-most // cache.shape[4])), own), device)
         yield _Run(first, end - first, 1, table, rows.blocks[own], rows.offsets[own], seen[:, None])
         first = end
 

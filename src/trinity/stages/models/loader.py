@@ -58,6 +58,7 @@ from trinity.stages.models.quantizers import (
 from trinity.stages.models.registry import find_adapter, is_known_text
 from trinity.stages.models.shared_parts import fill_part, move_part
 from trinity.stages.models.state_probe import prepare_states
+from trinity.stages.models.unneeded_weights import list_needed_by_encoder
 from trinity.stages.models.whole_forward import check_first_token, survey_rows, survey_text
 
 logger = logging.getLogger("trinity")
@@ -103,6 +104,8 @@ def load_model(
     if letters == "E" and not adapter.multimodal:
         raise ConfigError(f"{directory} ({config.model_type}) is text only: a placement for it needs no E instance")
     kind, place = _pick_dtype(dtype, config), check_device(device)
+    if place.type == "cuda" and kind == torch.float32:
+        forbid_tf32()
     known = is_proven(read_quantization(directory), directory, place) and known
     names = _list_parts(letters, adapter)
     with _lock, own_draws():
@@ -220,6 +223,16 @@ def check_device(device: torch.device | str) -> torch.device:
     if place.type == "cuda" and (place.index or 0) >= torch.cuda.device_count():
         raise ConfigError(f"device {device!r} is not here: torch sees {torch.cuda.device_count()} CUDA devices")
     return torch.device("cuda", place.index or 0) if place.type == "cuda" else place
+
+
+def forbid_tf32() -> None:
+    """Have this process compute float32 in float32 on GPUs: cuDNN's convolutions round to 10 bits by default.
+
+    The first setting is for all operators; torch asks for the other two to agree with it.
+    """
+    torch.backends.fp32_precision = "ieee"  # type: ignore[attr-defined]
+    torch.backends.cudnn.allow_tf32 = False
+    torch.backends.cuda.matmul.allow_tf32 = False
 
 
 def _part(
@@ -351,8 +364,10 @@ def _load_part(
                 f"transformers cannot load the weights in {directory} ({type(exc).__name__}: {exc}); "
                 f"{explain_library(exc) or 'is the checkpoint complete, and its config its own?'}"
             ) from exc
-    lacking = sorted(report["missing_keys"]) + sorted(str(key) for key in report["mismatched_keys"])
-    if lacking:
+    lacking, other = sorted(report["missing_keys"]), sorted(str(key) for key in report["mismatched_keys"])
+    if lacking and name == "vision" and fields is None and not other:
+        lacking = list_needed_by_encoder(directory, model, adapter, lacking, dtype)
+    if lacking := lacking + other:
         raise ConfigError(f"{directory} lacks weights of {type(model).__name__}, among them {', '.join(lacking[:5])}")
     if others:
         finish_layers(model)

@@ -25,6 +25,7 @@ from trinity.preprocess.verdicts import ProofPart, ProofVerdict
 from trinity.stages.models.quantization import read_quantization
 
 _WIDTH = 14
+_PROMPTS = {"text": "without media", "image": "with images", "audio": "with clips of sound", "video": "with videos"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -59,6 +60,8 @@ def print_verdict(directory: Path) -> int:
     print(f"loaded in {verdict.load_s:.1f} s, checked in {verdict.proof_s:.1f} s")
     if verdict.failed is None:
         print(f"{verdict.model_type} serves: {', '.join(verdict.serves)}")
+        for kind, why in verdict.facts.refused.items():
+            print(f"{verdict.model_type} rejects prompts {_PROMPTS[kind]}: {why}")
         return 0
     print(f"{verdict.model_type} is refused: its {verdict.failed.name} {verdict.failed.fault}")
     return 1

@@ -33,6 +33,7 @@ from trinity.stages.proof.trial import Found, TriedModel
 
 LEAST_CHANGE = 50 * TOLERANCE  # of logits by another image: less would be too little to see a fault by
 _SAME = TOLERANCE / 20  # of features in another batch
+_NO_VIDEOS = "a proof has no videos; those of listed types serve (docs/models.md)"
 
 Proof = Callable[[Subject, MediaFacts], Iterator[tuple[ProofPart, MediaFacts]]]
 
@@ -51,15 +52,8 @@ def prove(directory: Path, make_adapter: Any = GenericAdapter) -> ProofVerdict:
     try:
         subject = Subject.load(directory, make_adapter)
         loaded = time.monotonic()
-        for kind in subject.kinds:
-            if kind == "text" and (why := _refuses_text(subject, facts)):
-                parts.append(ProofPart(kind, False, why, spared=True))
-                facts = msgspec.structs.replace(facts, text_alone=False)
-                continue
-            found = _prove_kind(subject, facts, kind, parts)
-            if found is not None:
-                facts = found
-                serves.append(kind)
+        facts = _prove_kinds(subject, parts)
+        serves = [kind for kind in subject.kinds if kind not in facts.refused]
     except Differs as error:
         parts.append(ProofPart(error.name, False, error.said))
     finally:
@@ -78,18 +72,30 @@ def prove(directory: Path, make_adapter: Any = GenericAdapter) -> ProofVerdict:
     return verdict
 
 
-def _prove_kind(subject: Subject, facts: MediaFacts, kind: str, parts: list[ProofPart]) -> MediaFacts | None:
-    """Prove one kind of input and note its parts; its facts, or None if the model serves without this kind."""
-    try:
-        for part, found in PROOFS[kind](subject, facts):
-            parts.append(part)
-            facts = found
-    except Differs as error:
-        if kind not in SPARED or not facts.media_tokens.keys() - {kind}:
-            raise
-        parts.append(ProofPart(kind, False, f"{error.name}: {error.said}", spared=True))
-        return None
-    return facts
+def _prove_kinds(subject: Subject, parts: list[ProofPart]) -> MediaFacts:
+    """Prove each kind of prompt by itself and note its parts; the facts, with the kinds that differ as ``refused``.
+
+    Raises ``Differs``, of the kind of media that differed first, where none agrees.
+    """
+    facts, differing = MediaFacts(), dict[str, Differs]()
+    for kind in subject.kinds:
+        if kind == "text" and not facts.media_tokens:
+            break
+        tried = facts
+        try:
+            for part, found in PROOFS[kind](subject, facts):
+                parts.append(part)
+                tried = found
+        except Differs as error:
+            differing[kind] = error
+        else:
+            facts = tried
+    if not facts.media_tokens:
+        raise next(iter(differing.values()))
+    refused = {kind: str(error) for kind, error in differing.items()}
+    parts.extend(ProofPart(kind, False, why, spared=True) for kind, why in refused.items())
+    unproven = {"video": _NO_VIDEOS} if subject.takes_unlisted_videos else {}
+    return msgspec.structs.replace(facts, refused=refused | unproven)
 
 
 def _prove_images(subject: Subject, _: MediaFacts) -> Iterator[tuple[ProofPart, MediaFacts]]:
@@ -151,16 +157,6 @@ def _refuses_several(subject: Subject, facts: MediaFacts, prompt: ProofPrompt, e
     return ""
 
 
-def _refuses_text(subject: Subject, facts: MediaFacts) -> str:
-    """Say why the model's own route takes no prompt without media; "" if it does, or there is nothing else."""
-    try:
-        if facts.media_tokens:
-            _ = subject.expected_text
-    except Differs as error:
-        return error.said
-    return ""
-
-
 def _prove_text(subject: Subject, facts: MediaFacts) -> Iterator[tuple[ProofPart, MediaFacts]]:
     yield prove_logits(subject, facts, text_alone(), subject.expected_text), facts
 
@@ -168,10 +164,8 @@ def _prove_text(subject: Subject, facts: MediaFacts) -> Iterator[tuple[ProofPart
 PROOFS: dict[str, Proof] = {"image": _prove_images, "text": _prove_text}
 """Kinds of input, each with its proof: parts in order with the facts so far, or ``Differs``.
 
-What the processor does not take is left out (``Subject.kinds``). The first one finds the facts.
+What the processor does not take is left out (``Subject.kinds``). The first one that agrees finds the facts.
 """
-SPARED = ("audio",)
-"""Kinds without which a model serves if another kind of media is proven."""
 
 
 def prove_inputs(trial: TriedModel, prompt: ProofPrompt, expected: Expected) -> Iterator[ProofPart]:
@@ -344,7 +338,8 @@ def prove_logits(subject: Subject, facts: MediaFacts, prompt: ProofPrompt, expec
     while error > TOLERANCE and _run("logits", subject.run_otherwise):
         found, error = _run_trial(subject, facts, prompt, expected, cut=True)
     if error > TOLERANCE:
-        raise Differs("logits under chunking", f"{error:.2g} off for {prompt.name} in chunks that cut its media")
+        chunks = "chunks" + " that cut its media" * bool(prompt.images or prompt.clips)
+        raise Differs("logits under chunking", f"{error:.2g} off for {prompt.name} in {chunks}")
     if found.tokens != expected.tokens:
         raise Differs("greedy tokens", f"{found.tokens} for {prompt.name}, and {expected.tokens} by its own generate()")
     said = f"{prompt.name} in chunks, {len(found.tokens)} tokens decoded: {error:.1g} off, tokens equal"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,16 +16,18 @@ from torch import Tensor
 from trinity.preprocess.audio_kind import find_extractor
 from trinity.preprocess.checkpoint import read_config
 from trinity.preprocess.libraries import explain_library
+from trinity.preprocess.loader import VIDEO_TEXT
 from trinity.preprocess.media_kinds import kind_names
 from trinity.preprocess.verdicts import MEDIA, MediaFacts
 from trinity.stages.models.banned_logits import set_aside
-from trinity.stages.models.base import HEAD_FIELDS, ModelAdapter
+from trinity.stages.models.base import HEAD_FIELDS, ModelAdapter, find_head
 from trinity.stages.models.generic import FORWARD, below_head, find_text
 from trinity.stages.models.load_bar import quiet
 from trinity.stages.models.own_faults import explain_no_numbers
 from trinity.stages.models.partial_models import find_model_class, list_towers, load_whole
 from trinity.stages.models.states import StateLayout
-from trinity.stages.proof.prompts import ProofPrompt, image_beside, text_alone
+from trinity.stages.models.unneeded_weights import list_needed
+from trinity.stages.proof.prompts import ProofPrompt, image_beside, one_image, text_alone, three_images
 from trinity.stages.proof.reference import PROOF_OUTPUTS, SHORT_OUTPUTS, Expected, Reference, find_media
 from trinity.stages.proof.trial_cache import TrialCache
 
@@ -74,10 +77,30 @@ class Subject:
             if "mismatch" not in str(error):  # of memory, perhaps, which says nothing of the checkpoint
                 raise
             raise Differs("weights", "some have other shapes than the model of this config") from error
-        lacking = sorted([*report["missing_keys"], *map(str, report["mismatched_keys"])])
-        if lacking:
+        subject, other = cls(directory, model.eval().requires_grad_(False), make_adapter), report["mismatched_keys"]
+        if lacking := sorted([*map(str, other), *subject._list_needed(report["missing_keys"])]):
+            subject.close()
             raise Differs("weights", f"the files lack {len(lacking)} of them, among them {', '.join(lacking[:3])}")
-        return cls(directory, model.eval().requires_grad_(False), make_adapter)
+        return subject
+
+    def _list_needed(self, names: Collection[str]) -> list[str]:
+        """List those of the tensors ``names``, which the files lack, on which tokens may depend: all of a text model's.
+
+        The others are of a tower, and the model's own logits of prompts with images are the same without them.
+        """
+        if not names:
+            return []
+        try:
+            text = find_text(self.model, self.language_name) if self.language_name else self.model
+            of_text = {id(each) for part in (text, find_head(self.model)) for each in part.parameters()}
+            places = dict(self.model.named_parameters(remove_duplicate=False))
+            if any(name not in places or id(places[name]) in of_text for name in names):
+                return sorted(names)
+            self.expect(one_image(), outputs=1)
+        except Differs:
+            return sorted(names)
+        prompts = (one_image(), three_images()) if self.takes_several else (one_image(),)
+        return list_needed(self.model, names, lambda: [self.expect(each, outputs=1).logits for each in prompts])
 
     def close(self) -> None:
         """End the threads of processors that were opened."""
@@ -117,6 +140,11 @@ class Subject:
         processor = self.reference.processor
         sees, hears = hasattr(processor, "image_processor"), find_extractor(processor) is not None
         return ("image",) * sees + ("audio",) * hears + ("text",)
+
+    @property
+    def takes_unlisted_videos(self) -> bool:
+        """Tell if its processor takes videos, and its type is none of those whose videos the tests compare."""
+        return hasattr(self.reference.processor, "video_processor") and self.config.model_type not in VIDEO_TEXT
 
     @property
     def image_token(self) -> str:

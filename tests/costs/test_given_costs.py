@@ -1,0 +1,98 @@
+"""Measured tables are checked where they enter: values, kinds of work, model, device and dtype."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trinity import SLO, HybridPlanner
+from trinity.costs.model_shape import MODELS
+from trinity.costs.step_cost import CostTables
+from trinity.errors import ConfigError, TrinityWarning
+
+QWEN = MODELS["qwen2-vl-7b"]
+SECONDS: dict[str, dict[int, float]] = {
+    "decodes": {1: 0.01, 64: 0.02},
+    "prefill": {1: 0.01, 1024: 0.1},
+    "media": {576: 0.1},
+}
+
+
+def tables(seconds: dict[str, dict[int, float]] = SECONDS, shape: str = "", **named: Any) -> CostTables:
+    named = {"model": "m", "device": "a server's cores", "dtype": "bfloat16"} | named
+    return CostTables(**{**_fields(CostTables.from_samples({1: seconds, 512: seconds}, **named)), "shape": shape})
+
+
+def _fields(one: CostTables) -> dict[str, Any]:
+    return {name: getattr(one, name) for name in one.__struct_fields__}
+
+
+def planner(cost: Any, device: str = "H100") -> HybridPlanner:
+    return HybridPlanner("qwen2-vl-7b", SLO(2.0, 0.1), instances=2, device=device, cost=cost)
+
+
+@pytest.mark.parametrize("seconds", [0.0, -0.01, -math.inf])
+@pytest.mark.parametrize("kind", SECONDS)
+def test_a_time_that_is_not_above_0_is_named_by_its_entry(kind: str, seconds: float) -> None:
+    with pytest.raises(ConfigError, match=rf"{kind}.*1|cost table '{kind}'"):
+        tables(SECONDS | {kind: {1: seconds, 64: 0.2}})
+
+
+@pytest.mark.parametrize("kind", SECONDS)
+def test_the_file_and_the_entry_are_named(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "measured.json"
+    tables().save(path)
+    content = json.loads(path.read_text())
+    content["costs"][1][1][kind][0][1] = 0.0
+    path.write_text(json.dumps(content))
+    with pytest.raises(ConfigError, match=rf"measured\.json .*costs\[1\]\.{kind}\[0\].*0\.0 s at context 512.*profile"):
+        planner(path)
+
+
+@pytest.mark.parametrize("context", [math.nan, math.inf, -1.0])
+def test_contexts_are_finite(context: float) -> None:
+    with pytest.raises(ConfigError, match="context"):
+        CostTables(**_fields(tables()) | {"context": context})
+    with pytest.raises(ConfigError, match="finite and in ascending order"):
+        CostTables(**_fields(tables()) | {"costs": ((context, tables().costs[0][1]),)})
+
+
+@pytest.mark.parametrize("kind", SECONDS)
+def test_a_kind_of_work_that_is_missing_is_no_work_for_nothing(kind: str) -> None:
+    found = {name: seconds for name, seconds in SECONDS.items() if name != kind}
+    with pytest.raises(ConfigError, match=rf"cost has no {kind} seconds, .*pipe.profile"):
+        planner(tables(found))
+    with pytest.raises(ConfigError, match=rf"cost\['H100'\] has no {kind} seconds"):
+        planner({"H100": tables(found)})
+
+
+def test_tables_of_another_model_are_refused() -> None:
+    planner(tables(model=QWEN.name))
+    planner(tables(model="a1b2", shape=QWEN.outline))
+    with pytest.raises(ConfigError, match=r"measured on model llava-1\.5-7b, not on qwen2-vl-7b"):
+        planner(tables(model="llava-1.5-7b"))
+    with pytest.raises(
+        ConfigError, match=r"measured on model a1b2 \(language 32 layers of 4096, encoder .*profile this"
+    ):
+        planner(tables(model="a1b2", shape=MODELS["llava-1.5-7b"].outline))
+
+
+def test_tables_of_another_known_device_are_refused() -> None:
+    planner(tables(device="NVIDIA H100 80GB HBM3"))
+    planner(tables(device="NVIDIA A100-SXM4-80GB"), "A100")
+    planner(tables(device="NVIDIA GeForce RTX 4090"), "RTX 4090")
+    planner(tables(device="cpu x86_64 x 2"))  # a plan says that only the memory is an H100's
+    with pytest.raises(ConfigError, match="measured on device NVIDIA L40S, not on H100: give device='L40S'"):
+        planner(tables(device="NVIDIA L40S"))
+    with pytest.raises(ConfigError, match=r"cost\['H100'\] was measured on device NVIDIA L40S"):
+        planner({"H100": tables(device="NVIDIA L40S")})
+
+
+def test_tables_of_another_dtype_warn() -> None:
+    planner(tables(dtype="torch.float16"))
+    with pytest.warns(TrinityWarning, match=r"measured in torch.float32, and the plan is of 2 bytes a number"):
+        planner(tables(dtype="torch.float32"))

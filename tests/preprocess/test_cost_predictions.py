@@ -1,0 +1,257 @@
+"""Predictions of cost against measurements: valid files of every format, by several encoders and by hand.
+
+CPU time is compared with that of the reference decode, measured in turns with it; both are minima of several tries.
+"""
+
+from __future__ import annotations
+
+import io
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+from hypothesis import given, reject, settings
+from hypothesis import strategies as st
+from PIL import Image, ImageCms
+
+from support import costly_media as made
+from support.costly_media import encode, photograph
+from support.video_files import VIDEO_CODECS, encode_video
+from trinity.preprocess import media_costs
+from trinity.preprocess.audio import price_sound, read_audio
+from trinity.preprocess.media import price_picture, read_image
+from trinity.preprocess.media_costs import Price
+from trinity.preprocess.media_limits import MediaLimits
+from trinity.preprocess.video_files import read_video
+from trinity.preprocess.video_prices import find_frames, price_frames
+
+LIMITS = MediaLimits(max_media_cpu_s=1e6, max_media_bytes=1 << 40, max_pixels=1 << 30)
+TRIES = 3
+FLOOR = 6.0  # decodes of the reference, of 0.3 megapixels
+FLOOR_BYTES = 16 << 20  # of pools of allocators, and of libraries at their first use
+MOST, MOST_ORDINARY = 3.0, 10.0
+RATE = 16_000
+
+
+class Sample(NamedTuple):
+    """A file, what reads it, its price, and whether it is an ordinary one: no noise, and nothing made by hand."""
+
+    data: bytes
+    read: Callable[[bytes], Any]
+    price: Price
+    ordinary: bool
+
+    def __repr__(self) -> str:
+        return f"Sample of {len(self.data)} bytes, {self.price}"
+
+
+def draw_image(draw: st.DrawFn, sides: st.SearchStrategy[int]) -> tuple[Image.Image, bool]:
+    width, height = draw(sides), draw(sides)
+    kind = draw(st.sampled_from(["photograph", "noise", "flat", "screen"]))
+    if kind == "noise":
+        pixels = np.random.default_rng(1).integers(0, 256, (height, width, 3), dtype=np.uint8)
+        return Image.fromarray(pixels), False
+    if kind == "flat":
+        return Image.new("RGB", (width, height), (70, 130, 180)), True
+    if kind == "screen":
+        image = Image.new("RGB", (width, height), "white")
+        text = np.random.default_rng(2).integers(0, 2, (height // 16 + 1, width // 8 + 1), dtype=np.uint8) * 255
+        image.paste(Image.fromarray(text).resize((width, height), Image.Resampling.NEAREST).convert("RGB"))
+        return image, True
+    return photograph(width, height), True
+
+
+JPEG: list[dict[str, Any]] = [
+    {},
+    {"quality": 95, "subsampling": 0},
+    {"progressive": True},
+    {"progressive": True, "quality": 92},
+]
+SAVES: list[tuple[str, str, dict[str, Any]]] = [
+    *(("RGB", "JPEG", how) for how in JPEG), ("L", "JPEG", {}), ("CMYK", "JPEG", {}),
+    ("RGB", "PNG", {}), ("RGB", "PNG", {"compress_level": 1}), ("L", "PNG", {}), ("1", "PNG", {}), ("P", "PNG", {}),
+    ("RGBA", "PNG", {}), ("LA", "PNG", {}), ("I;16", "PNG", {}), ("P", "GIF", {}), ("RGB", "WEBP", {"method": 2}),
+    ("RGBA", "WEBP", {"method": 0}), ("RGB", "WEBP", {"lossless": True, "method": 0, "quality": 20}),
+    ("RGB", "AVIF", {"speed": 10}), ("RGBA", "AVIF", {"speed": 10}),
+    ("RGB", "AVIF", {"speed": 9, "quality": 95, "subsampling": "4:4:4"}), ("RGB", "BMP", {}), ("P", "BMP", {}),
+    ("RGB", "TIFF", {}), ("RGB", "TIFF", {"compression": "tiff_lzw"}), ("RGB", "TIFF", {"compression": "jpeg"}),
+    ("RGB", "TIFF", {"compression": "tiff_deflate"}), ("1", "TIFF", {"compression": "group4"}),
+    ("1", "TIFF", {"compression": "group3"}), ("RGB", "TIFF", {"compression": "packbits"}),
+    ("RGB", "TIFF", {"compression": "zstd"}), ("L", "TIFF", {"compression": "lzma"}), ("CMYK", "TIFF", {}),
+    ("RGB", "PPM", {}), ("L", "PPM", {}), ("1", "PPM", {}),
+]  # fmt: skip
+
+
+def of_image(data: bytes, ordinary: bool) -> Sample:
+    return Sample(data, lambda given: read_image(given, LIMITS), price_picture(data, LIMITS).price, ordinary)
+
+
+@st.composite
+def saved_images(draw: st.DrawFn) -> Sample:
+    """Draw an image that Pillow saves."""
+    image, ordinary = draw_image(draw, st.integers(64, 1100))
+    mode, form, how = draw(st.sampled_from(SAVES))
+    if mode == "I;16":
+        image = Image.fromarray(np.asarray(image.convert("L")).astype(np.uint16) * 257)
+    else:
+        image = image.convert("L").convert(mode) if mode == "LA" else image.convert(mode)
+    how = dict(how)
+    if form in ("JPEG", "PNG", "WEBP") and draw(st.booleans()):
+        exif = Image.Exif()
+        exif[0x0112] = draw(st.integers(1, 8))
+        how["exif"] = exif
+    if mode == "RGB" and form in ("JPEG", "PNG", "WEBP", "TIFF") and draw(st.booleans()):
+        how["icc_profile"] = ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes()
+    if form in ("GIF", "WEBP", "AVIF", "TIFF", "PNG") and mode in ("P", "RGB") and draw(st.booleans()):
+        how |= {"save_all": True, "append_images": [image.rotate(90), image.rotate(180)]}
+    return of_image(encode(image, form, **how), ordinary)
+
+
+@st.composite
+def made_images(draw: st.DrawFn) -> Sample:
+    """Draw an expensive image that is made by hand."""
+    width, height = draw(st.integers(64, 900)), draw(st.integers(64, 900))
+    colour, count, small = (
+        draw(st.sampled_from(["L", "RGB"])),
+        draw(st.integers(1, 60)),
+        (min(width, 300), min(height, 300)),
+    )
+    kind, bits, interlaced = draw(st.sampled_from([0, 2, 4, 6])), draw(st.sampled_from([8, 16])), draw(st.booleans())
+    makers: dict[str, Callable[[], bytes]] = {
+        "scans": lambda: made.jpeg_of_scans(width, height, count, colour),
+        "arithmetic": lambda: made.jpeg_of_arithmetic_codes(width, height, 3000 * count),
+        "png": lambda: made.png(width, height, bits, kind, interlaced=interlaced),
+        "texts": lambda: made.png(64, 64, extra=made.compressed_texts(count)),
+        "scaled": lambda: made.scaled_ppm(*small, draw(st.sampled_from([1, 254, 300, 65535]))),
+        "runs": lambda: made.bmp_of_runs(*small, draw(st.integers(1, 9))),
+        "strips": lambda: made.tiff_of_strips(width, height, count),
+        "comments": lambda: made.gif_of_comments(50 * count),
+        "hidden frames": lambda: made.avif_of_hidden_frames(photograph(width, height), 1 + count // 8),
+        "tables": lambda: made.jpeg_of_tables(count // 2),
+    }
+    return of_image(makers[draw(st.sampled_from(sorted(makers)))](), False)
+
+
+SUBTYPES = ("PCM_16", "PCM_24", "FLOAT", "ULAW", "ALAW", "IMA_ADPCM", "MS_ADPCM", "GSM610", "FLAC")
+
+
+@st.composite
+def sounds(draw: st.DrawFn) -> Sample:
+    """Draw a clip, of which the longest are a minute."""
+    soundfile = pytest.importorskip("soundfile")
+    rate, channels = draw(st.sampled_from([8000, 16_000, 22_050, 44_100, 48_000])), draw(st.integers(1, 4))
+    count = draw(st.integers(rate // 2, 30 * rate))
+    how = draw(st.sampled_from(SUBTYPES))
+    channels = 1 if how == "GSM610" else min(channels, 2) if "ADPCM" in how else channels
+    noise = draw(st.booleans())
+    wave = np.sin(np.arange(count) * 0.05) * 0.5 + np.random.default_rng(1).normal(0, 0.2 if noise else 0.001, count)
+    file = io.BytesIO()
+    samples = np.repeat(np.clip(wave, -1, 1)[:, None], channels, axis=1)
+    form, subtype = ("FLAC", "PCM_16") if how == "FLAC" else ("WAV", how)
+    soundfile.write(file, samples, rate, format=form, subtype=subtype)
+    data = file.getvalue()
+    return Sample(data, lambda given: read_audio(given, RATE, LIMITS), price_sound(data, RATE, LIMITS).price, not noise)
+
+
+@st.composite
+def videos(draw: st.DrawFn) -> Sample:
+    """Draw a video that FFmpeg encodes."""
+    av = pytest.importorskip("av")
+    codec, container = draw(st.sampled_from(VIDEO_CODECS))
+    width, height = 16 * draw(st.integers(4, 40)), 16 * draw(st.integers(4, 30))
+    kind, step = draw(st.sampled_from(["moving", "noise", "flat"])), draw(st.integers(1, 6))
+    count = draw(st.integers(2, 16))
+    try:
+        data = encode_video(codec, container, count, width, height, kind)
+    except av.error.FFmpegError:
+        reject()  # a codec that this FFmpeg has no encoder of, or a size that it does not take
+    found = find_frames(data)
+    kept = len(range(0, found.number, step))
+    known = found.width == width and kind != "noise"
+    read = lambda given: read_video(given, LIMITS, lambda each: range(0, each["total_num_frames"], step))  # noqa: E731
+    return Sample(data, read, price_frames(found, kept), known)
+
+
+def _peak_bytes(read: Callable[[bytes], Any], data: bytes) -> int:
+    """Measure by how much the resident memory of this process grows at most."""
+    Path("/proc/self/clear_refs").write_text("5")  # forgets the former peak
+    before = _status("VmRSS")
+    kept = read(data)
+    grown = _status("VmHWM") - before
+    del kept
+    return grown
+
+
+def _status(name: str) -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    return int(line.split()[1]) << 10
+
+
+def check_sample(sample: Sample) -> None:
+    reference, cpu = [], []
+    sample.read(sample.data)  # loads what is loaded once
+    peak = _peak_bytes(sample.read, sample.data)
+    for _ in range(TRIES):
+        reference.append(media_costs.time_reference())
+        began = time.process_time()
+        sample.read(sample.data)
+        cpu.append(time.process_time() - began)
+    found, said = min(cpu) / min(reference), sample.price
+    size = max(said.passing, said.kept)
+    shown = f"{said.what}: {found:.2f} units measured, {said.units:.2f} predicted; {peak} bytes, {size} predicted"
+    assert found <= MOST * said.units + FLOOR, shown
+    assert peak <= MOST * (max(said.passing, said.kept)) + FLOOR_BYTES, shown
+    if sample.ordinary:
+        assert said.units <= MOST_ORDINARY * found + FLOOR, shown
+
+
+@settings(max_examples=60)
+@given(saved_images())
+def test_images_as_encoders_write_them(sample: Sample) -> None:
+    check_sample(sample)
+
+
+@settings(max_examples=40)
+@given(made_images())
+def test_images_that_are_made_to_be_expensive(sample: Sample) -> None:
+    check_sample(sample)
+
+
+FROM_OUTSIDE: dict[str, Callable[[], bytes]] = {
+    "PNG whose EXIF has ratios": lambda: encode(Image.new("L", (64, 64)), "PNG", exif=made.exif_of_ratios(50_000)),
+    "WebP whose EXIF has ratios": lambda: encode(Image.new("RGB", (64, 64)), "WEBP", exif=made.exif_of_ratios(50_000)),
+    "TIFF with a profile of elements": lambda: encode(
+        Image.new("RGB", (64, 64)), "TIFF", icc_profile=made.profile_of_elements(1000)
+    ),
+    "PNG of empty blocks": lambda: made.png_of_empty_blocks(20_000),
+    "BMP of short rows": lambda: made.bmp_of_short_rows(1500, 1500),
+    "GIF of clear codes": lambda: made.gif_of_clear_codes(3_000_000),
+    "TIFF of shared scans": lambda: made.tiff_of_shared_scans(6, 80),
+}
+
+
+@pytest.mark.parametrize("name", FROM_OUTSIDE)
+def test_images_that_cost_more_than_predicted_before(name: str) -> None:
+    check_sample(of_image(FROM_OUTSIDE[name](), False))
+
+
+@settings(max_examples=20)
+@given(sounds())
+def test_sounds(sample: Sample) -> None:
+    check_sample(sample)
+
+
+@settings(max_examples=20)
+@given(videos())
+def test_videos(sample: Sample) -> None:
+    check_sample(sample)
+
+
+@pytest.mark.slow
+@settings(max_examples=1000)
+@given(st.one_of(saved_images(), made_images(), sounds(), videos()))
+def test_many_media(sample: Sample) -> None:
+    check_sample(sample)

@@ -1,0 +1,212 @@
+"""The cost of media is known before one is decoded, and a request beyond its bound is rejected for next to nothing."""
+
+from __future__ import annotations
+
+import io
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image, ImageFile
+
+from support.checkpoint_files import checkpoint
+from support.costly_media import (
+    bmp_of_runs,
+    chunk,
+    encode,
+    jpeg_of_names,
+    jpeg_of_scans,
+    photograph,
+    plain_ppm,
+    png,
+    scaled_ppm,
+    tiff_of_strips,
+    wav,
+)
+from trinity.errors import BadMedia, RequestTooLarge
+from trinity.preprocess.image_prices import price_image
+from trinity.preprocess.media import price_picture, read_image
+from trinity.preprocess.media_costs import MediaCost, unit_s
+from trinity.preprocess.media_limits import MediaLimits, MediaProblem
+from trinity.preprocess.processor import RequestProcessor
+from trinity.preprocess.sound_headers import read_sound
+from trinity.preprocess.video_prices import find_frames
+from trinity.request import Media, Request
+
+LIMITS = MediaLimits()
+EXPENSIVE = {
+    "a JPEG of many scans": (jpeg_of_scans(3000, 2999, 6000), "6006 scans"),
+    "a PPM whose samples are scaled": (scaled_ppm(5000, 4400), "scaled one by one"),
+    "a BMP of runs": (bmp_of_runs(8000, 4000), "run-length"),
+    "a TIFF whose strips repeat": (tiff_of_strips(4000, 4000, 20_000), "40000 strips"),
+}
+REFUSED = {
+    "P1": (b"P1 2 2 0 1 1 0", "a plain PPM, whose pixels are text"),
+    "P2": (b"P2\n# a comment\n2 2\n255\n0 1 2 3", "a plain PPM, whose pixels are text"),
+    "P3": (plain_ppm(9, 9), "a plain PPM, whose pixels are text"),
+    "PFM": (b"Pf\n2 2\n1.0\n" + bytes(16), "a PPM of an uncommon kind"),
+    "ICO": (encode(Image.new("RGB", (16, 16)), "ICO"), "an ICO or CUR, which holds other images"),
+    "JPEG 2000": (encode(Image.new("RGB", (16, 16)), "JPEG2000"), "a JPEG 2000"),
+    "PDF": (b"%PDF-1.7 and so on", "a PDF"),
+    "HEIC": (b"\0\0\0\x18ftypheic\0\0\0\0mif1heic", "a HEIC"),
+}
+
+
+@pytest.fixture(scope="module")
+def processor() -> Iterator[RequestProcessor]:
+    made = RequestProcessor(checkpoint("llava"))
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def undecoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fail a test in which an image is decoded."""
+    unit_s()  # whose own decode comes first
+
+    def load(image: Any) -> Any:
+        raise AssertionError("it was decoded")
+
+    monkeypatch.setattr(ImageFile.ImageFile, "load", load)
+
+
+@pytest.mark.parametrize("name", EXPENSIVE)
+@pytest.mark.usefixtures("undecoded")
+def test_a_medium_beyond_the_bound_is_rejected_before_it_is_decoded(name: str) -> None:
+    data, cause = EXPENSIVE[name]
+    limits = MediaLimits(max_media_cpu_s=20_000 * unit_s())  # of a fast machine and of a slow one
+    began = time.thread_time()
+    with pytest.raises(MediaProblem, match=cause) as caught:
+        read_image(data, limits)
+    spent = time.thread_time() - began
+    assert "the limit max_media_cpu_s is " in str(caught.value)
+    most = 0.05 + 0.02 * len(data) / (1 << 20)
+    assert spent <= most * max(1.0, unit_s() / 6e-4), (spent, most)  # of a machine that decodes the reference in 0.6 ms
+
+
+SIZE = 4 << 20  # bytes of each
+LONG = {
+    "segments of a JPEG": b"\xff\xd8" + b"\xff\xe0\0\2" * (SIZE // 4),
+    "scans of a small JPEG": jpeg_of_scans(64, 64, SIZE // 24),
+    "fill bytes of a JPEG": jpeg_of_scans(64, 64, 1)[:-2] + b"\xff" * SIZE,
+    "chunks of a PNG": png(64, 64, extra=chunk(b"teSt", b"") * (SIZE // 12)),
+    "blocks of a GIF": b"GIF89a" + bytes((9, 0, 9, 0, 0, 0, 0)) + b"!\xfe" + b"\1a" * (SIZE // 2),
+    "strips of a TIFF": tiff_of_strips(1000, 1000, SIZE // 16),
+    "boxes of an AVIF": b"\0\0\0\x18ftypavif\0\0\0\0mif1avif" + b"\0\0\0\x08free" * (SIZE // 8),
+    "chunks of a WebP": b"RIFF\0\0\0\0WEBPVP8X\x0a\0\0\0" + bytes(10) + b"ABCD\0\0\0\0" * (SIZE // 8),
+    "comments of a PPM": b"P6\n#" + b"c" * SIZE,
+    "blocks of a Matroska": b"\x1a\x45\xdf\xa3\x80" + b"\xa3\x84\x81\0\0\0" * (SIZE // 6),
+    "chunks of an AVI": b"RIFF\0\0\0\0AVI " + b"00dc\0\0\0\0" * (SIZE // 8),
+    "tags of an FLV": b"FLV" + bytes(10) + (b"\x09\0\0\1" + bytes(11)) * (SIZE // 15),
+}
+
+
+@pytest.mark.parametrize("name", LONG)
+def test_a_walk_costs_little_whatever_it_meets(name: str) -> None:
+    data, spent = LONG[name], []
+    price = find_frames if name.endswith(("Matroska", "AVI", "FLV")) else price_image
+    for _ in range(2):
+        began = time.thread_time()
+        with suppress(MediaProblem):
+            price(data)
+        spent.append(time.thread_time() - began)
+    assert min(spent) <= (0.05 + 0.02 * len(data) / (1 << 20)) * max(1.0, unit_s() / 6e-4), spent
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_format_that_is_not_in_the_table_is_rejected_by_name(name: str) -> None:
+    data, names = REFUSED[name]
+    with pytest.raises(MediaProblem) as caught:
+        read_image(data, LIMITS)
+    assert f"is {names}, which is not accepted; give one of" in str(caught.value)
+
+
+HEADERS = {
+    "a comment inside of a number": b"P6\n1#\n20 1#\n20 254\n",
+    "a comment behind the last number": b"P6\n20 20 25#\n4\n",
+    "a long comment": b"P6\n20 20\n#" + b"c" * 5000 + b"\n254\n",
+}
+
+
+@pytest.mark.parametrize("name", HEADERS)
+def test_a_ppm_is_rejected_where_pillow_would_read_other_numbers(name: str) -> None:
+    data = HEADERS[name] + bytes(120 * 120 * 3)
+    assert Image.open(io.BytesIO(data)).size in ((120, 120), (20, 20))
+    with pytest.raises(MediaProblem, match="a PPM whose header cannot be read"):
+        read_image(data, LIMITS)
+
+
+def test_components_of_one_name_cost_what_others_do() -> None:
+    one, four = (price_image(jpeg_of_names(900, 900, names)).price for names in (b"\1\1\1\1", b"\1\2\3\4"))
+    assert one.units >= four.units
+    assert one.passing >= four.passing
+
+
+@pytest.mark.usefixtures("undecoded")
+@pytest.mark.parametrize("form", ["bytes", "object"])
+def test_one_expensive_picture_is_bad_media(processor: RequestProcessor, form: str) -> None:
+    data = EXPENSIVE["a JPEG of many scans"][0]
+    source = data if form == "bytes" else Image.open(io.BytesIO(data))
+    for ask in (processor.media_cost, processor.process):
+        with pytest.raises(BadMedia, match=r"image 1 of 1.*: is a JPEG of 3000 x 2999 pixels with 6006 scans"):
+            ask(Request("<image> what", media=[Media("image", source)]))
+
+
+@pytest.mark.usefixtures("undecoded")
+def test_pictures_that_are_too_expensive_together_are_too_large_a_request(processor: RequestProcessor) -> None:
+    limits = MediaLimits(max_media_cpu_s=40 * unit_s())
+    tight = RequestProcessor(checkpoint("llava"), limits=limits)
+    one = encode(photograph(512, 512), "JPEG")
+    tight.media_cost(Request("<image> what", images=[one]))
+    for ask in (tight.media_cost, tight.process):
+        with pytest.raises(RequestTooLarge, match=r"the request's 8 media would take .* the limit max_media_cpu_s"):
+            ask(Request("<image>" * 8, images=[one] * 8))
+    tight.close()
+    with pytest.raises(RequestTooLarge, match=r"need \d+ bytes .* limit max_media_bytes is 1073741824: give"):
+        processor.media_cost(Request("<image>" * 9, images=[png(8000, 7999, 1, 0)] * 9))
+
+
+@pytest.mark.asyncio
+async def test_a_request_beyond_its_bound_is_rejected_on_every_way_in() -> None:
+    processor = RequestProcessor(checkpoint("llava"))
+    small, bad = encode(photograph(64, 64), "PNG"), EXPENSIVE["a JPEG of many scans"][0]
+    with pytest.raises(BadMedia, match="image 2 of 2"):
+        await processor.aprocess(Request("<image><image>", images=[small, bad]))
+    with pytest.raises(BadMedia, match="image 1 of 1"):
+        await processor.aprocess(Request("<image>", images=[bad]))
+    await processor.aclose()
+
+
+def test_costs_of_a_request_are_sums(processor: RequestProcessor) -> None:
+    photo = encode(photograph(640, 480), "JPEG")
+    one = processor.media_cost(Request("<image>", images=[photo]))
+    two = processor.media_cost(Request("<image><image>", images=[photo, photo]))
+    assert processor.media_cost(Request("none")) == MediaCost()
+    assert two.cpu_s == pytest.approx(2 * one.cpu_s)
+    assert one.bytes < two.bytes <= 2 * one.bytes
+
+
+@pytest.mark.parametrize("form", ["JPEG", "PNG", "GIF", "WEBP", "AVIF", "BMP", "TIFF", "PPM"])
+def test_an_undecoded_object_costs_what_its_bytes_do(form: str) -> None:
+    data = encode(photograph(320, 200), form)
+    of_bytes, of_object = price_picture(data, LIMITS), price_picture(Image.open(io.BytesIO(data)), LIMITS)
+    assert of_bytes == of_object
+    assert (of_bytes.width, of_bytes.height) == (320, 200)
+    decoded = Image.open(io.BytesIO(data))
+    decoded.load()
+    assert price_picture(decoded, LIMITS).price.units < of_bytes.price.units
+    assert np.array_equal(np.asarray(read_image(data, LIMITS)), np.asarray(read_image(decoded, LIMITS)))
+
+
+@pytest.mark.parametrize(("bits", "subtype"), [(8, 1), (16, 1), (24, 1), (32, 3), (8, 6), (8, 7)])
+def test_a_wav_has_the_samples_that_its_decoder_finds_whatever_its_blocks_say(bits: int, subtype: int) -> None:
+    soundfile: Any = pytest.importorskip("soundfile")
+    plain = bytearray(wav(1200, 2, 16_000, bits))
+    plain[20:22] = subtype.to_bytes(2, "little")
+    for block in (2 * bits // 8, 64, 60_000):
+        plain[32:34] = block.to_bytes(2, "little")
+        assert soundfile.SoundFile(io.BytesIO(plain)).frames == 1200, "the control"
+        assert read_sound(bytes(plain)).samples == 1200

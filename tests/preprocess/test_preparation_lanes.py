@@ -1,0 +1,215 @@
+"""Lanes: fair turns, places that are free again only once nothing runs, and bytes that are given back in every way."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from types import NoneType
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trinity.errors import ClosedError, Overloaded, RequestTooLarge
+from trinity.preprocess.preparation_lanes import PreparationLane, SharedRoom, text_size
+from trinity.request import Request
+
+LIVENESS_S = 60.0
+
+
+@asynccontextmanager
+async def lane(places: int = 1) -> AsyncIterator[PreparationLane]:
+    made = PreparationLane("test", places)
+    try:
+        async with asyncio.timeout(LIVENESS_S):
+            yield made
+    finally:
+        made.stop()
+        await asyncio.to_thread(made.join)
+
+
+async def test_clients_take_turns_and_one_that_leaves_is_out_of_the_queue_at_once() -> None:
+    order: list[str] = []
+    hold = threading.Event()
+
+    async def ask(made: PreparationLane, client: str, name: str) -> None:
+        async with made.visit(client) as visit:
+            await visit.run(hold.wait)
+            order.append(name)
+
+    async with lane() as made:
+        asked = [("a", "a1"), ("a", "a2"), ("a", "a3"), ("a", "a4"), ("b", "b1"), ("c", "c1")]
+        tasks = [asyncio.create_task(ask(made, *each)) for each in asked]
+        await asyncio.sleep(0)
+        assert made.waiting == 5
+        tasks[2].cancel()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert made.waiting == 4
+        hold.set()
+        await asyncio.gather(*tasks, return_exceptions=True)
+    assert order == ["a1", "b1", "c1", "a2", "a4"]
+
+
+async def test_a_place_is_free_only_once_the_thread_of_a_cancelled_request_is() -> None:
+    hold, ended = threading.Event(), list[str]()
+
+    async def ask(made: PreparationLane, client: str) -> None:
+        async with made.visit(client) as visit:
+            visit.at_end = lambda: ended.append(client)
+            await visit.run(hold.wait)
+
+    async with lane() as made:
+        first = asyncio.create_task(ask(made, "a"))
+        await asyncio.sleep(0.01)
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        second = asyncio.create_task(ask(made, "b"))
+        await asyncio.sleep(0.01)
+        assert (made.waiting, ended) == (1, [])
+        hold.set()
+        await second
+    assert ended == ["a", "b"]
+
+
+async def test_closing_ends_what_waits() -> None:
+    hold = threading.Event()
+
+    async def ask(made: PreparationLane) -> None:
+        async with made.visit("a") as visit:
+            await visit.run(hold.wait)
+
+    made = PreparationLane("test", 1)
+    tasks = [asyncio.create_task(ask(made)) for _ in range(3)]
+    await asyncio.sleep(0)
+    made.stop()
+    found = await asyncio.gather(*tasks[1:], return_exceptions=True)
+    hold.set()
+    await asyncio.gather(tasks[0], asyncio.to_thread(made.join))
+    assert [type(each) for each in found] == [ClosedError] * 2
+    with pytest.raises(ClosedError):
+        await ask(made)
+
+
+async def take(room: SharedRoom, made: PreparationLane, client: str, size: int, name: str, then: Any = None) -> None:
+    async with made.visit(client) as visit, room.share(size, name, visit):
+        if then is not None:
+            await then()
+
+
+async def test_bytes_are_waited_for_and_not_for_ever() -> None:
+    room = SharedRoom(100, 0.05)
+    job = room.hold(60, "a")
+    async with lane() as made:
+        with pytest.raises(Overloaded, match=r"max_waiting_bytes \(100\)") as caught:
+            await take(room, made, "b", 50, "second")
+        assert caught.value.request_id == "second"
+        with pytest.raises(RequestTooLarge, match="101 bytes"):
+            await take(room, made, "b", 101, "third")
+        room.let_go(job)
+        await take(room, made, "b", 50, "fourth")
+        await asyncio.sleep(0)
+        assert (room.taken, made.waiting) == (0, 0)
+        await take(room, made, "b", 100, "fifth")
+
+
+async def test_what_waits_for_bytes_holds_no_place_on_the_lane_and_clients_have_turns() -> None:
+    """At 726a4303 the place was held, so others waited for the room of a client that had filled it."""
+    room, order, held = SharedRoom(100, LIVENESS_S), list[str](), asyncio.Event()
+    filled = room.hold(95, "a")
+
+    def ask(client: str, size: int, name: str) -> asyncio.Task[None]:
+        async def note() -> None:
+            order.append(name)
+            await held.wait()
+
+        return asyncio.create_task(take(room, made, client, size, name, note))
+
+    async with lane(2) as made:
+        tasks = [ask("a", 30, "a1"), ask("a", 10, "a2"), ask("a", 5, "a3"), ask("b", 30, "b1"), ask("c", 5, "c1")]
+        await asyncio.sleep(0.01)
+        assert order == ["c1"], "it passes b1, for which what is held leaves no room"
+        assert made.waiting == 1, "a3: two of its client wait for bytes, and the other clients' are not kept from that"
+        room.let_go(filled)
+        held.set()
+        await asyncio.gather(*tasks)
+        assert order[:2] == ["c1", "b1"]
+        assert sorted(order[2:]) == ["a1", "a2", "a3"]
+        await asyncio.sleep(0)
+        assert room.taken == 0
+        held.clear()
+        filled = room.hold(95, "a")
+        waits = ask("a", 30, "a4")
+        await asyncio.sleep(0.01)
+        await asyncio.gather(*(take(room, made, "b", 5, "b2") for _ in range(4)))
+        assert not waits.done()
+        waits.cancel()
+        await asyncio.gather(waits, return_exceptions=True)
+        room.let_go(filled)
+        held.set()
+        await ask("a", 100, "a5")
+
+
+async def test_what_waits_for_bytes_goes_on_with_more_of_them_and_ends_with_the_processor() -> None:
+    """At 44286955 a closed processor's requests waited on, and were told that others had taken all of the bytes."""
+    room = SharedRoom(100, LIVENESS_S)
+    room.hold(95, "a")
+    async with lane() as made:
+        first = asyncio.create_task(take(room, made, "b", 30, "first"))
+        await asyncio.sleep(0.01)
+        assert not first.done()
+        room.most = 200
+        await first
+        second = asyncio.create_task(take(room, made, "b", 200, "second"))
+        await asyncio.sleep(0.01)
+        room.close()
+        with pytest.raises(ClosedError):
+            await second
+
+
+@given(st.lists(st.tuples(st.integers(1, 120), st.sampled_from(["serve", "fail", "cancel", "late"])), max_size=30))
+@settings(max_examples=60)
+def test_bytes_are_given_back_in_whatever_way_a_request_ends(asked: list[tuple[int, str]]) -> None:
+    room = SharedRoom(100, LIVENESS_S)
+    most = 0
+
+    async def ask(made: PreparationLane, client: str, size: int, way: str) -> None:
+        async def note() -> None:
+            nonlocal most
+            most = max(most, room.taken)
+            await asyncio.sleep(0)
+            if way == "fail":
+                raise ValueError
+
+        async with asyncio.timeout(0 if way == "late" else None):
+            await take(room, made, client, size, "x", note)
+
+    async def ask_all() -> None:
+        async with lane(3) as made:
+            tasks = [asyncio.create_task(ask(made, "abc"[at % 3], *each)) for at, each in enumerate(asked)]
+            await asyncio.sleep(0)
+            for task, (_, way) in zip(tasks, asked, strict=True):
+                if way == "cancel":
+                    task.cancel()
+                await asyncio.sleep(0)
+            ended = await asyncio.gather(*tasks, return_exceptions=True)
+            expected: dict[str, Any] = {"serve": (NoneType, RequestTooLarge), "fail": (ValueError, RequestTooLarge)}
+            assert all(isinstance(end, expected.get(way, object)) for end, (_, way) in zip(ended, asked, strict=True))
+            assert (made.waiting, made.queue.turns.running, made.queue.turns._clients) == (0, 0, {})
+
+    asyncio.run(ask_all())
+    assert room.taken == 0
+    assert not room._queue._waiters
+    assert not room._queue.turns._clients
+    assert most <= 100
+
+
+def test_the_size_of_a_text_counts_all_that_a_template_reads() -> None:
+    assert text_size(Request("x" * 5000)) > 5000
+    messages = [{"role": "user", "content": [{"type": "text", "text": "x" * 5000}]}]
+    assert text_size(Request(messages=messages)) > 5000
+    assert text_size(Request("x", tools=[{"name": "x" * 5000}])) > 5000
+    assert text_size(Request(messages=[{"role": "user", "content": ""}] * 5000)) > 5000 * 64

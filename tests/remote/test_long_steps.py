@@ -1,0 +1,147 @@
+"""Steps that are long, and steps that hang: whatever is told, and when, only what hangs or is silent is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+
+import pytest
+
+from remote.test_supervision import emulated
+from remote.test_supervisor_core import core_of, table
+from support.emulated_pipelines import LIVENESS_S, asked, check, serve
+from support.freezing import freeze
+from trinity.remote.supervisor_core import (
+    LEAVING_SILENCE_S,
+    STEP_FLOOR_S,
+    STEP_TIMES,
+    STEP_UNKNOWN_S,
+    SUSPECT_S,
+    SupervisorCore,
+    find_step_limit,
+)
+from trinity.remote.supervisor_messages import Down, Event, Fence, Quiet, Retire, Separate, Suspect
+
+SILENCE_S, BEAT_S, WATCH_S = 20.0, 1.0, 0.5
+KNOWN_S = 12.0  # of a step that is long by its prediction
+
+
+def lost(why: str) -> list[Event]:
+    return [Fence("D", 0), Separate("E", 0, "D", 0), Down("D", 0, why)]
+
+
+@pytest.mark.parametrize(
+    ("predicted_s", "limit_s"),
+    [(0.0, STEP_UNKNOWN_S), (0.001, STEP_FLOOR_S), (5.9, STEP_FLOOR_S), (KNOWN_S, STEP_TIMES * KNOWN_S)],
+)
+def test_a_step_hangs_from_ten_times_its_predicted_time_on(predicted_s: float, limit_s: float) -> None:
+    assert find_step_limit(predicted_s) == limit_s
+    core = core_of("ED")
+    table(core, [(9.0, Quiet("D", 0, 0.1, limit_s, predicted_s), [])])
+    told = f"{predicted_s:.2g} s were predicted" if predicted_s else "none was predicted"
+    why = f"a step of it hangs: it has taken {limit_s + 0.1:.1f} s, and {told}"
+    table(core, [(9.1, Quiet("D", 0, 0.1, limit_s + 0.1, predicted_s), lost(why))])
+
+
+@pytest.mark.parametrize(
+    ("predicted_s", "longest_s"), [(0.0, STEP_FLOOR_S), (0.5, SILENCE_S), (KNOWN_S, STEP_TIMES * KNOWN_S)]
+)
+def test_silence_at_a_long_step_is_borne_for_as_long_as_that_may_take(predicted_s: float, longest_s: float) -> None:
+    core = core_of("ED")
+    core.handle(Quiet("D", 0, longest_s, 1.0, predicted_s), 9.0)
+    assert core.health("D", 9.0).state != "lost"
+    assert core.handle(Quiet("D", 0, longest_s + 0.1, 1.0, predicted_s), 9.1) == lost(
+        f"it said nothing for {longest_s + 0.1:.1f} s"
+    )
+
+
+def test_requests_go_past_it_once_it_is_silent_for_longer_than_the_step_was_to_take() -> None:
+    core = core_of("ED")
+    table(
+        core,
+        [
+            (9.0, Quiet("D", 0, SUSPECT_S + 1, 5.0, KNOWN_S), []),
+            (9.1, Quiet("D", 0, KNOWN_S + 0.1, 13.0, KNOWN_S), [Suspect("D", 0, True)]),
+            (9.2, Quiet("D", 0, 0.1), [Suspect("D", 0, False)]),
+        ],
+    )
+
+
+def test_a_pipeline_that_is_closed_does_not_wait_for_a_long_step_that_is_silent() -> None:
+    core = core_of("ED")
+    core.handle(Retire(), 1.0)
+    assert core.handle(Quiet("D", 0, LEAVING_SILENCE_S + 0.1, 5.0, KNOWN_S), 6.0)[0] == Fence("D", 0)
+
+
+async def test_short_steps_leave_no_word_of_a_long_one() -> None:
+    """A word that is never taken back would be the end of an instance that is idle."""
+    async with emulated() as pipe, asyncio.timeout(LIVENESS_S):
+        until, heard = time.monotonic() + 4 * BEAT_S, False
+        while time.monotonic() < until:
+            requests = asked()
+            check(await serve(pipe, requests), requests)
+            heard = heard or any(each.step is not None for each in pipe.processes.values())
+        assert heard, "the first steps are announced"
+        while any(each.step is not None for each in pipe.processes.values()):
+            await asyncio.sleep(0.01)
+
+
+async def test_one_that_is_stopped_amid_a_long_step_is_silent() -> None:
+    async with emulated() as pipe, asyncio.timeout(STEP_FLOOR_S / 2):
+        pipe.processes["P0"].step = (time.monotonic(), 0.0)  # as it says of one whose time is not known
+        freeze(pipe.processes["P0"].process)
+        while not pipe.health["P0"].losses:
+            await asyncio.sleep(0.01)
+        assert "it said nothing for" in pipe.health["P0"].why
+
+
+class Life:
+    """One that runs steps in virtual time, and what the front end knows of it."""
+
+    def __init__(self, draw: random.Random) -> None:
+        self.draw, self.now = draw, 0.0
+        self.heard, self.step = 0.0, (0.0, 0.0)
+        self.at_step = False
+        self.core: SupervisorCore = core_of("ED")
+
+    def run(self, seconds: float, predicted_s: float, *, holds: bool, announced: bool) -> bool:
+        """Run a step; ``holds``: the interpreter. Return whether it has been given up by its end."""
+        began, told = self.now, announced
+        if announced:
+            self.at_step, self.step = True, (began, predicted_s)
+        beat = began + self.draw.uniform(0.0, BEAT_S)
+        while self.now < began + seconds:
+            self.now = min(self.now + self.draw.uniform(0.1, 1.5) * WATCH_S, began + seconds)
+            while not holds and beat <= self.now:
+                self.heard = beat
+                if beat - began >= BEAT_S or told:
+                    self.at_step, told = True, True
+                    self.step = (began + self.draw.uniform(0.0, min(BEAT_S, beat - began)), predicted_s)
+                beat += BEAT_S
+            if self.watch():
+                return True
+        self.heard, self.at_step = self.now, False
+        return self.watch()
+
+    def watch(self) -> bool:
+        at = (self.now - self.step[0], self.step[1]) if self.at_step else ()
+        return Fence("D", 0) in self.core.handle(Quiet("D", 0, self.now - self.heard, *at), self.now)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_in_every_order_a_long_step_is_borne_and_one_that_hangs_is_given_up(seed: int) -> None:
+    draw = random.Random(seed)
+    life = Life(draw)
+    for _ in range(draw.randint(1, 12)):
+        predicted_s = draw.choice([0.0, draw.uniform(0.001, 1.0), draw.uniform(1.0, 40.0)])
+        holds = draw.random() < 0.4
+        announced = not 0.0 < predicted_s < 1.0
+        most = STEP_TIMES * predicted_s if predicted_s else STEP_FLOOR_S
+        most = max(most, SILENCE_S if holds else STEP_FLOOR_S)
+        seconds = draw.uniform(0.0, 0.99) * most
+        assert not life.run(seconds, predicted_s, holds=holds, announced=announced)
+        life.now += draw.uniform(0.0, BEAT_S)
+    began = life.now
+    assert life.run(10 * STEP_UNKNOWN_S, predicted_s, holds=holds, announced=announced)
+    assert life.now - began <= max(find_step_limit(predicted_s), SILENCE_S) + 2 * BEAT_S
