@@ -8,7 +8,7 @@ import resource
 import socket
 import sys
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, closing
+from contextlib import asynccontextmanager, closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -157,6 +157,43 @@ async def test_new_connections_wait_while_all_are_answered() -> None:
             assert (await each.answer())[0] == 200
             each.writer.close()
         assert await waiting == b"running"
+
+
+async def test_connections_that_are_idle_again_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At 82dc40f9 nobody new got in any more, once all had been answered at the same time, until one closed."""
+    monkeypatch.setattr(acceptor, "LEAST_IDLE_S", 0.05)
+    async with limited(2) as (app, port, accepting):
+        busy = [await app.hold(port) for _ in range(2)]
+        waiting = asyncio.create_task(ask_health(port))
+        done, _ = await asyncio.wait([waiting], timeout=0.5)
+        assert not done
+        assert not accepting.closed_idle
+        app.let_go.set()
+        for each in busy:
+            assert (await each.answer())[0] == 200
+        while not waiting.done():  # they stay, with a request each now and then
+            await asyncio.wait([waiting], timeout=0.5)
+            for each in busy:
+                with suppress(ConnectionError, asyncio.IncompleteReadError):
+                    await each.ask(HEALTH)
+                    await each.answer()
+        assert await waiting == b"running"
+        for each in busy:
+            each.writer.close()
+
+
+async def test_no_connection_is_closed_while_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(acceptor, "LEAST_IDLE_S", 0.05)
+    async with limited(2) as (_, port, accepting):
+        clients = [await connect(port)]
+        await asyncio.sleep(0.2)
+        clients.append(await connect(port))
+        while len(accepting.held) < 2 and not accepting.closed_idle:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.2)
+        assert not accepting.closed_idle
+        for each in clients:
+            each.writer.close()
 
 
 async def test_a_body_that_comes_keeps_its_place_and_one_that_drips_does_not(monkeypatch: pytest.MonkeyPatch) -> None:

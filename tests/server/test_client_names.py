@@ -6,10 +6,13 @@ from typing import Any
 
 import pytest
 
+from support.http_server import chat_body, serve_model
 from trinity import ConfigError
 from trinity.server import ServerConfig
+from trinity.server.application import ModelServer
 from trinity.server.client_names import ClientNames, read_networks
 from trinity.server.command import _make_parser, make_server_config
+from trinity.server.connection import Exchange
 
 FORWARDED, X_FORWARDED = b"forwarded", b"x-forwarded-for"
 
@@ -60,6 +63,26 @@ def test_names_tell_clients_apart_and_nothing_else() -> None:
     assert names.name(b"Bearer a", "192.0.2.9", []) == made[2], "a key is one client wherever it is used"
     assert not set(made) & {others.name(key, peer, []) for key, peer in given}, "no list of addresses finds them"
     assert all(len(each) == 16 for each in made)
+
+
+async def test_a_key_is_one_client_however_it_is_spelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At 82dc40f9 each spelling was another client, which had turns of its own."""
+    found, name = list[str](), ModelServer.name_client
+
+    def note(server: ModelServer, exchange: Exchange) -> str:
+        found.append(name(server, exchange))
+        return found[-1]
+
+    monkeypatch.setattr(ModelServer, "name_client", note)
+    async with serve_model(config=ServerConfig(api_keys=["secret", "other"])) as served:
+        for sent in ("Bearer secret", "bearer secret", "BEARER   secret", "bEaReR secret", "Bearer other"):
+            answer = await served.http.post(
+                "/v1/chat/completions", json=chat_body(max_tokens=1), headers={"authorization": sent}
+            )
+            assert answer.status_code == 200
+    assert len(found) == 5
+    assert len(set(found[:4])) == 1
+    assert found[4] != found[0]
 
 
 @pytest.mark.parametrize("wrong", ["10.0.0.1/8", "proxy", 7])

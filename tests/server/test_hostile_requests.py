@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ import pytest
 from support.http_server import chat_body, serve_model
 from trinity import errors
 from trinity.server import ServerConfig, connection
+from trinity.server.connection import HeldBytes
 from trinity.server.error_table import ERROR_TABLE, ApiError, describe_failure
 from trinity.server.fields import REFUSED_FIELDS
 
@@ -117,7 +119,7 @@ async def test_long_slow_and_many_bodies(monkeypatch: pytest.MonkeyPatch) -> Non
         yield b" " * 8000
         await go_on.wait()
 
-    config = ServerConfig(max_body_bytes=10_000, max_held_bytes=15_000)
+    config = ServerConfig(max_body_bytes=10_000, max_held_bytes=30_000)
     async with serve_model(config=config) as served:
         announced = await served.http.post(CHAT, content=b" " * 20_000, headers=JSON)
         chunked = await served.http.post(CHAT, content=pieces(20), headers=JSON)
@@ -125,7 +127,7 @@ async def test_long_slow_and_many_bodies(monkeypatch: pytest.MonkeyPatch) -> Non
         async with asyncio.timeout(120):
             while served.server.held.held < 8000:
                 await asyncio.sleep(0.01)
-        second = await served.http.post(CHAT, content=pieces(8), headers=JSON)
+        second = await served.http.post(CHAT, content=pieces(9), headers=JSON)
         go_on.set()
         assert (second.status_code, (await first).status_code) == (503, 400), "more than bodies may hold together"
         monkeypatch.setattr(config, "body_timeout_s", 0.5)
@@ -142,7 +144,7 @@ async def test_long_bodies_leave_room_for_short_ones() -> None:
         yield b" " * size
         await go_on.wait()
 
-    async with serve_model(config=ServerConfig(max_held_bytes=8 << 20)) as served:
+    async with serve_model(config=ServerConfig(max_held_bytes=14 << 20)) as served:
         first = asyncio.create_task(served.http.post(CHAT, content=held(5 << 20), headers=JSON))
         async with asyncio.timeout(120):
             while served.server.held.held < 5 << 20:
@@ -152,6 +154,33 @@ async def test_long_bodies_leave_room_for_short_ones() -> None:
         assert (long.status_code, short.status_code) == (503, 200)
         go_on.set()
         assert (await first).status_code == 400, "it is no JSON"
+
+
+def test_whatever_bodies_a_client_sends_there_is_room_for_another_s() -> None:
+    """At 82dc40f9 one client's 192 bodies of 1 MiB left no byte for anybody, as long as their requests ran."""
+    held = HeldBytes(96 << 20)
+    left: dict[str, int] = {}
+    for client, least in (("a", 48), ("b", 23), ("c", 11), ("d", 5)):
+        left[client] = 0
+        with suppress(ApiError):
+            while True:
+                held.take(1 << 20, 0, client)
+                left[client] += 1
+        assert left[client] >= least
+        with pytest.raises(ApiError, match="of them this client's"):
+            held.take(1 << 20, 0, client)
+    for client, count in left.items():
+        for _ in range(count):
+            held.give_back(1 << 20, client)
+    assert not held.held
+    assert not held._of
+
+
+async def test_an_unknown_path_is_not_repeated_whole() -> None:
+    async with serve_model() as served:
+        answer = await served.http.get("/" + "a" * 30_000)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "unknown_path")
+        assert len(answer.content) < 600
 
 
 @pytest.mark.parametrize("refusal", ["draining", "no key", "no JSON"])

@@ -113,6 +113,8 @@ class ConnectionAcceptor:
         if connection in self.held:
             self._idle[connection] = self._loop.time()
             self._idle.move_to_end(connection)
+            if self._later is None:
+                self._resume()  # it may make room, where all others are being answered
 
     def note_busy(self, connection: HeldConnection) -> None:
         """Note that a whole request of a connection is being answered."""
@@ -161,6 +163,8 @@ class ConnectionAcceptor:
             connection.acceptor = self
             self.held[connection] = self._loop.create_task(self._open(connection, accepted))
             self.note_idle(connection)
+            if len(self.held) >= self._most:
+                return  # room is made once another is there
 
     async def _open(self, connection: HeldConnection, accepted: socket.socket) -> None:
         handshake_s = HANDSHAKE_S if self._tls is not None else None

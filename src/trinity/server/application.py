@@ -118,16 +118,16 @@ class ModelServer:
         """Raise ``ApiError`` 401 for a request without one of the keys. Takes as long for each wrong one."""
         if not self._keys:
             return
-        scheme, _, given = exchange.headers.get(b"authorization", b"").partition(b" ")
-        digest = _digest(given.strip())
+        scheme, given = _read_key(exchange)
+        digest = _digest(given)
         matches = [hmac.compare_digest(digest, key) for key in self._keys]
-        if scheme.lower() != b"bearer" or not any(matches):
+        if scheme != b"bearer" or not any(matches):
             text = "send one of the server's keys as Authorization: Bearer KEY"
             raise ApiError(401, "invalid_api_key", text, headers={"www-authenticate": "Bearer"})
 
-    def _name_client(self, exchange: Exchange) -> str:
+    def name_client(self, exchange: Exchange) -> str:
         """Name a client for the turns that requests have: by its key, or the address that it comes from."""
-        key = exchange.headers.get(b"authorization", b"") if self._keys else b""
+        key = _read_key(exchange)[1] if self._keys else b""  # as it was checked: its spelling makes no other client
         return self._clients.name(key, exchange.peer, exchange.raw_headers)
 
     def count_response(self, path: str, exchange: Exchange, left: bool) -> None:
@@ -201,9 +201,7 @@ class ModelServer:
         asked = read_embedding_body(await exchange.read_json())
         name = self._check_served(asked.model)
         check_pooling(self.pipe, name)
-        request = complete_request(
-            make_embedding_request(asked), True, self.config.deadline_s, self._name_client(exchange)
-        )
+        request = complete_request(make_embedding_request(asked), True, self.config.deadline_s, exchange.client)
         async with exchange.until_gone():
             async with FeatureStream.of(self.pipe.stream(request)) as stream:
                 try:
@@ -234,7 +232,7 @@ class ModelServer:
             raise ApiError(400, "too_many_choices", f"{count} answers asked for; {self.config.max_choices} are allowed")
         defaults = self.pipe.processor.defaults
         limited = defaults.max_new_tokens is not None or defaults.max_length is not None
-        said = limited, self.config.deadline_s, self._name_client(exchange)
+        said = limited, self.config.deadline_s, exchange.client
         call.requests = tuple(complete_request(each, *said) for each in call.requests)
         return call, name
 
@@ -298,6 +296,7 @@ class Endpoint:
             if not self._keyless:
                 self._server.check_key(exchange)
             if exchange.method == "POST":
+                exchange.client = self._server.name_client(exchange)
                 self._server.enter(exchange)
             await self._handle(exchange)
         except ClientGone:
@@ -306,6 +305,12 @@ class Endpoint:
             error = _explain(error, self._server.pipe.state)
             exchange.trace.fail(error, begun=bool(exchange.status))
             await exchange.fail(error)
+
+
+def _read_key(exchange: Exchange) -> tuple[bytes, bytes]:
+    """Read the scheme, in small letters, and the key that a request was sent with."""
+    scheme, _, given = exchange.headers.get(b"authorization", b"").partition(b" ")
+    return scheme.lower(), given.strip()
 
 
 def _explain(error: Exception, state: PipelineState) -> Exception:

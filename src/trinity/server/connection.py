@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import re
 import secrets
+from collections import Counter
 from collections.abc import AsyncGenerator, Callable
 from types import TracebackType
 from typing import Any
@@ -40,11 +41,13 @@ class ClientGone(Exception):
 class HeldBytes:
     """Bytes of the bodies of all requests that are being read or served; ``json`` parses them.
 
-    A quarter of them is for short bodies, so that those of pictures never keep out texts.
+    A quarter of them is for short bodies, so that long ones never keep out texts. A client has no more of them than it
+    leaves to others, so that whatever one sends, there is room for another's.
     """
 
     def __init__(self, most: int) -> None:
         self.most, self.held, self.json = most, 0, JsonBodies()
+        self._of = Counter[str]()
         self._turn = asyncio.Lock()
 
     async def take_turn(self, read: int) -> None:
@@ -57,17 +60,24 @@ class HeldBytes:
             async with self._turn:
                 await asyncio.sleep(0)
 
-    def take(self, count: int, before: int) -> None:
-        """Take ``count`` bytes of a body that has ``before`` already. Raises ``ApiError`` beyond the bound."""
+    def take(self, count: int, before: int, client: str) -> None:
+        """Take ``count`` bytes of a client's body that has ``before`` already. Raises ``ApiError`` beyond the bound."""
         most = self.most if before + count <= SHORT_BODY else 3 * self.most // 4
-        if self.held + count > most:
-            text = f"the requests being served have {self.held} bytes already; try again later"
+        if self.held + count + self._of[client] + count > most:
+            text = (
+                f"the requests being served have {self.held} bytes already, {self._of[client]} of them this client's; "
+                "try again later"
+            )
             raise ApiError(503, "too_many_bytes", text, headers={"retry-after": "1"})
         self.held += count
+        self._of[client] += count
 
-    def give_back(self, count: int) -> None:
+    def give_back(self, count: int, client: str) -> None:
         """Give a body's bytes back, and a long one's memory to the system, once nothing of it is in use."""
         self.held -= count
+        self._of[client] -= count
+        if not self._of[client]:
+            del self._of[client]
         if count > SHORT_BODY:
             asyncio.get_running_loop().call_later(RELEASE_EVERY_S, release_at_times)
 
@@ -76,6 +86,7 @@ class Exchange:
     """One request and its response, over ASGI.
 
     ``request_id`` is the client's ``x-request-id`` where it sent a plain one, else new; the response names it.
+    ``client`` is the name that the server knows its client by, set before the body is read.
     """
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, config: ServerConfig, held: HeldBytes) -> None:
@@ -83,6 +94,7 @@ class Exchange:
         self.path_parameters: dict[str, str] = scope.get("path_params", {})
         self.raw_headers: list[tuple[bytes, bytes]] = list(scope["headers"])
         self.headers: dict[bytes, bytes] = dict(self.raw_headers)
+        self.client = ""
         self.peer: str = (scope.get("client") or ("",))[0]
         self._query: bytes = scope.get("query_string", b"")
         given = self.headers.get(b"x-request-id", b"")
@@ -96,7 +108,7 @@ class Exchange:
 
     def close(self) -> None:
         """Give back what the body took of the bytes that all requests share."""
-        self._held.give_back(self._taken)
+        self._held.give_back(self._taken, self.client)
         self._taken = 0
 
     # ------------------------------------------------------------ the request
@@ -107,7 +119,7 @@ class Exchange:
         if kind != b"application/json":  # also what a page of another site could not send without asking first
             raise ApiError(415, "unsupported_media_type", "send JSON, with content-type application/json")
         try:
-            body = await self._held.json.decode(await self._read_body())
+            body = await self._held.json.decode(await self._read_body(), self.client)
         except TooManyValues:
             text = (
                 f"the body has more than {MOST_VALUES} values, 8 MiB outside strings, or strings of escapes only; "
@@ -168,7 +180,7 @@ class Exchange:
 
     def _take(self, part: bytes) -> bytes:
         self._check_size(self._taken + len(part))
-        self._held.take(len(part), self._taken)
+        self._held.take(len(part), self._taken, self.client)
         self._taken += len(part)
         return part
 

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import msgspec
 
 from trinity import errors
+from trinity.errors import shorten_message
 
 logger = logging.getLogger("trinity.server")
 RETRY_AFTER_S = 1  # a step or two: the queue moves that fast, and a client backs off by itself
@@ -25,7 +26,7 @@ class ApiError(Exception):
     def __init__(
         self, status: int, code: str, message: str, param: str | None = None, headers: dict[str, str] | None = None
     ) -> None:
-        super().__init__(message)
+        super().__init__(shorten_message(message))
         self.status, self.code, self.param, self.headers = status, code, param, headers or {}
 
 

@@ -19,7 +19,7 @@ class ServerConfig:
     - ``api_keys`` (none): a client must send one as ``Authorization: Bearer KEY``; without keys everyone is served.
     - ``max_body_bytes`` (64 MiB): a longer body is answered 413, unread where its length is announced.
     - ``max_held_bytes`` (192 MiB): bodies of all requests together, from their first byte until the request ends; more
-      is answered 503. Bodies beyond 1 MiB have three quarters of it.
+      is answered 503. Bodies beyond 1 MiB have three quarters of it, and a client no more than it leaves to others.
     - ``body_timeout_s`` (s, 60): a body that is not there by then is answered 408; one that comes at less than 8 KiB/s
       has 10 s and what that rate allows.
     - ``max_connections`` (None): connections that ``trinity serve`` has open at once; None derives it from the limit of
