@@ -39,7 +39,7 @@ def ask(number: int, size: tuple[int, int]) -> Request:
     )
 
 
-REQUESTS = [ask(number, (64 + 8 * (number % 4), 96) if number % 2 else THIN[number // 2 % 3]) for number in range(24)]
+REQUESTS = [ask(number, (64 + 8 * (number % 4), 96) if number % 2 else THIN[number // 2 % 3]) for number in range(12)]
 
 
 def expected() -> dict[str, list[int]]:

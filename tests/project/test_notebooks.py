@@ -77,7 +77,7 @@ def test_a_kill_watched_live(tmp_path: Path) -> None:
     seen = re.search(r'"name":"D0".*?"state":"(\w+)","epoch":(\d+)', html.unescape(shown(cells[3], "text/html")))
     assert seen is not None
     assert seen.groups() != ("up", "0"), "the page shows its loss, or that it was started again"
-    assert "'Output': 400" in said[4]
+    assert "'Output': 200" in said[4]
     assert "{True}" in said[4], "each whole answer is right"
     assert "survived the loss of their instance" in said[5]
     assert "D0 was lost" in said[5] or "it had none" in said[5]
@@ -86,7 +86,7 @@ def test_a_kill_watched_live(tmp_path: Path) -> None:
     page = html.unescape(shown(cells[7], "text/html"))
     assert re.search(r'"name":"D0","roles":"P"', page), "the page draws it as a P"
     assert re.search(r'"planned":true', page), "a change that was asked for is no loss"
-    assert "{True} lives: Counter({1: 800})" in said[8], "all right, and nobody had to begin again"
+    assert "{True} lives: Counter({1: 400})" in said[8], "all right, and nobody had to begin again"
     assert re.search(r"prefilled by Counter\(.*'D0': \d", said[8])
     assert re.search(r"Switch\(name='D0', former='D', roles='P', .*emptied=True", said[8])
     assert "slices of 4 instances" in said[9]
