@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from types import NoneType
@@ -151,6 +152,37 @@ async def test_what_waits_for_bytes_holds_no_place_on_the_lane_and_clients_have_
         room.let_go(filled)
         held.set()
         await ask("a", 100, "a5")
+
+
+@pytest.mark.parametrize("leaves", ["as it waits for bytes", "as it waits for its place again", "at the end"])
+async def test_a_client_pays_for_what_it_used_also_where_it_leaves_as_it_waits(leaves: str) -> None:
+    """At 82dc40f9 who left as it waited for bytes had paid nothing, and so was served before the others each time."""
+    room, taken = SharedRoom(100, LIVENESS_S), asyncio.Event()
+    filled = room.hold(95, "third")
+
+    async def ask(made: PreparationLane) -> None:
+        async with made.visit("a") as visit:
+            await visit.run(time.sleep, 0.2)
+            async with room.share(30, "a1", visit):
+                taken.set()
+
+    async with lane() as made:
+        asked = asyncio.create_task(ask(made))
+        while not room._queue.turns.waiting:
+            await asyncio.sleep(0.01)
+        other = await made.queue.take("b")
+        if leaves != "as it waits for bytes":
+            room.let_go(filled)
+            while not made.waiting:
+                await asyncio.sleep(0.01)
+        if leaves != "at the end":
+            asked.cancel()
+        made.queue.leave(other, 0.0)
+        made.queue.start_next()
+        await asyncio.gather(asked, return_exceptions=True)
+        assert taken.is_set() == (leaves == "at the end")
+        await asyncio.sleep(0.01)
+        assert 0.2 <= made.queue.turns._former["a"].used < 0.39, "once, and not twice"
 
 
 async def test_what_waits_for_bytes_goes_on_with_more_of_them_and_ends_with_the_processor() -> None:

@@ -111,9 +111,13 @@ class FairTurns:
         self._begun, self.running = client.begun, self.running + job.size
         return job
 
-    def pause(self, job: FairJob) -> None:
-        """Give a job's places to other clients until it goes on: it still counts among those that its own may have."""
+    def pause(self, job: FairJob, cost: float = 0.0) -> None:
+        """Give a job's places to other clients until it goes on: it still counts among those that its own may have.
+
+        ``cost``: what it has cost until now, so that it is paid also where the job is dropped.
+        """
         found = self._free(job)
+        found.used += max(0.0, cost)
         found.paused.add(job)
 
     def go_on(self, job: FairJob) -> None:

@@ -73,10 +73,10 @@ class FairQueue:
         with self._lock:
             return self.turns.start(client, size)
 
-    def pause(self, job: FairJob) -> None:
-        """Give a job's places to other clients until it goes on, or is dropped."""
+    def pause(self, job: FairJob, cost: float) -> None:
+        """Give a job's places to other clients until it goes on, or is dropped. ``cost``: what it has cost so far."""
         with self._lock:
-            self.turns.pause(job)
+            self.turns.pause(job, cost)
         self.start_next()
 
     async def go_on(self, job: FairJob) -> None:
@@ -104,7 +104,7 @@ class FairQueue:
         return job
 
     def drop(self, job: FairJob) -> None:
-        """End a job in whatever state it is, at no cost."""
+        """End a job in whatever state it is, at no cost but what it has paid as it was paused."""
         with self._lock:
             self._waiters.pop(job, None)
             if not self.turns.drop(job) and not self.closed:
@@ -198,7 +198,8 @@ class LaneVisit:
         assert job is not None, "it has a place"
         if self.at_end is not None:
             self.at_end()
-        self.lane.queue.pause(job)
+        seconds, self._seconds = self._seconds, 0.0  # paid now: it may leave at any moment from here on
+        self.lane.queue.pause(job, seconds)
         try:
             yield
         except BaseException:
