@@ -127,24 +127,22 @@ class WorkerOrigin:
 
     def fork(self, niceness: int) -> tuple[int, Lifeline]:
         """Fork a worker; start the process if it does not run. Raises ``ConfigError``, ``WorkerEnded``."""
-        line = Lifeline()
-        try:
-            with self._lock:
-                for last in (False, True):
-                    if self._closed:
-                        raise WorkerEnded(False, 0)
-                    try:
-                        return self._order(ORDER.pack(FORK, niceness), line.numbers), line
-                    except OSError as error:
-                        self._end()
-                        if last:
-                            raise WorkerEnded(False, -signal.SIGKILL) from error
-            raise AssertionError("the last attempt returns or raises")
-        except BaseException:
-            line.let_go()
-            raise
-        finally:
-            line.hand_over()
+        with self._lock:
+            for last in (False, True):
+                if self._closed:
+                    raise WorkerEnded(False, 0)
+                line = Lifeline()  # of this attempt alone: a process that was forked too late may have it
+                try:
+                    return self._order(ORDER.pack(FORK, niceness), line.numbers), line
+                except BaseException as error:
+                    line.let_go()
+                    if not isinstance(error, OSError):
+                        raise
+                    if last:
+                        raise WorkerEnded(False, -signal.SIGKILL) from error
+                finally:
+                    line.hand_over()
+        raise AssertionError("the last attempt returns or raises")
 
     def reap(self, process: int) -> int:
         """Wait for a worker that was killed, and return its exit code; that of a kill where nobody knows it."""
@@ -154,11 +152,16 @@ class WorkerOrigin:
         return -signal.SIGKILL
 
     def _order(self, order: bytes, numbers: list[int]) -> int:
-        line = self._line or self._start()
-        socket.send_fds(line.connection, [order], numbers)
-        reply = line.connection.recv(REPLY.size, socket.MSG_WAITALL)
-        if len(reply) < REPLY.size:
-            raise OSError("the process that forks workers has ended")
+        """Send an order and receive its reply. Whatever fails ends the process: a late reply would be the next."""
+        try:
+            line = self._line or self._start()
+            socket.send_fds(line.connection, [order], numbers)
+            reply = line.connection.recv(REPLY.size, socket.MSG_WAITALL)
+            if len(reply) < REPLY.size:
+                raise OSError("the process that forks workers has ended")
+        except BaseException:
+            self._end()
+            raise
         return int(REPLY.unpack(reply)[0])
 
     def _start(self) -> Lifeline:
@@ -166,9 +169,11 @@ class WorkerOrigin:
         if self._forks:
             self._forks = False  # once something was served this process is no fresh one any more
             copies = [os.dup(each) for each in line.numbers]  # a fork closes all of ours
-            self.process = fork_origin(self._processor, *copies)
-            for each in copies:
-                os.close(each)
+            try:
+                self.process = fork_origin(self._processor, *copies)
+            finally:
+                for each in copies:
+                    os.close(each)
             self._kill = partial(_kill_child, self.process)
         else:
             command = [sys.executable, "-m", "trinity.preprocess.worker", *map(str, line.numbers)]
@@ -189,7 +194,6 @@ class WorkerOrigin:
             except EOFError as error:
                 raise OSError(str(error)) from error
             if name != "done":
-                self._end()
                 raise ConfigError(f"a preprocessing process could not load the model: {given[0]}")
         line.hand_over()
         line.connection.settimeout(FORK_S)
@@ -294,7 +298,7 @@ class WorkerProcess:
     def kill(self, key: object = None) -> None:
         """Kill it now, if it is still at the request of this key; None: at any. ``WorkerEnded`` is the answer."""
         with self._lock:
-            if self.process and key in (None, self._at):
+            if self.process > 0 and key in (None, self._at):  # of others the kernel makes a group of processes
                 with suppress(ProcessLookupError):
                     os.kill(self.process, signal.SIGKILL)
 
@@ -442,9 +446,9 @@ class KillableProcessor(RequestProcessor):
 
     @staticmethod
     def _hurry(use: _Use) -> None:
-        use.left = True
-        if use.worker is not None:
-            use.worker.kill(use)
+        use.left, worker = True, use.worker  # which a thread may take back at any moment
+        if worker is not None:
+            worker.kill(use)
 
     @staticmethod
     def _give_back(use: _Use, idle: SimpleQueue[WorkerProcess]) -> None:
