@@ -219,6 +219,30 @@ def test_a_data_uri_in_pieces_is_decoded_as_a_whole(text: str, size: int) -> Non
     assert found == whole
 
 
+@pytest.mark.parametrize("text", ["A " * (4 << 20), " " * (8 << 20), "%20A" * (2 << 20)])
+def test_no_call_on_a_data_uri_is_of_more_than_a_quarter_mebi(text: str) -> None:
+    """Each holds the interpreter: at 82dc40f9 ``split`` of 4 Mi characters with spaces did so for 128 ms."""
+    pieces = list(media_sources._base64_pieces(text, 0))
+    assert len(pieces) >= 32
+    assert max(map(len, pieces)) <= 256 << 10
+
+
+@pytest.mark.parametrize("behind", ["=", "A", "=A"])
+def test_what_follows_the_padding_is_looked_at_once(behind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is joined to the last group, and with pieces of a quarter mebi this would cost the square of its length."""
+    decoded, real = list[int](), base64.b64decode
+
+    def count(piece: str, **named: Any) -> bytes:
+        decoded.append(len(piece))
+        return real(piece, **named)
+
+    monkeypatch.setattr(base64, "b64decode", count)
+    uri = "data:;base64," + "A" * 10 + "=" + behind * ((16 << 20) // len(behind))
+    with pytest.raises(MediaProblem, match="base64 is broken"):
+        media_sources.read_data_uri(uri, DEFAULT)
+    assert sum(decoded) < 1 << 20
+
+
 def test_a_data_uri_takes_no_more_than_a_piece_beside_what_it_makes() -> None:
     uri = "data:image/png;base64," + base64.b64encode(bytes(24 << 20)).decode()
     tracemalloc.start()

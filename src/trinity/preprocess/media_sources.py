@@ -15,7 +15,8 @@ from trinity.errors.plain_values import find_scheme, given_path
 from trinity.preprocess.media_limits import MediaLimits, MediaProblem
 
 IMAGE_BYTES = "max_image_bytes"  # field of MediaLimits
-_PIECE = 4 << 20  # characters of base64 that are decoded at a time
+_PIECE = 256 << 10  # characters of base64 that are decoded at a time: to split them holds the interpreter for 8 ms
+_MOST_PADDING = 256  # characters of its last group
 _CHARACTER = re.compile(r"%[^89ABab]")  # the escape of a character's first byte in UTF-8
 _LONGEST_ESCAPE = 12  # characters
 _USUAL_ESCAPES = {
@@ -123,7 +124,7 @@ def read_data_uri(uri: str, limits: MediaLimits, bound: str = IMAGE_BYTES) -> by
 def _base64_pieces(uri: str, start: int) -> Iterator[str]:
     """Yield the text behind ``start`` in pieces of whole groups, %-escapes read and spaces left out.
 
-    Raises ``ValueError`` for escapes without number that base64 has no use for.
+    Raises ``ValueError`` for escapes without number that base64 has no use for, and where much follows its padding.
     """
     odd = 0
     escape = rest = ""
@@ -145,6 +146,8 @@ def _base64_pieces(uri: str, start: int) -> Iterator[str]:
         whole = len(text) if last else max(0, before - 1) // 4 * 4
         yield text[:whole]
         rest = text[whole:]
+        if len(rest) > _MOST_PADDING:  # it would be joined to each piece that follows
+            raise ValueError(f"more than {_MOST_PADDING} characters from its last group on")
 
 
 def _find_open_escape(piece: str) -> int:
