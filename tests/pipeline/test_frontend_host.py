@@ -3,13 +3,43 @@
 from __future__ import annotations
 
 import asyncio
+from types import SimpleNamespace
 from typing import Any
+
+import pytest
 
 from support.core_tables import emitted, work
 from support.recovering import recovering, told
 from trinity.core.frontend import Abort, Deliver, End
 from trinity.core.messages import Cancel, Sampled, Submit, Value
-from trinity.pipeline.frontend_host import FrontendHost
+from trinity.pipeline.frontend_host import FrontendHost, preparing_part
+from trinity.preprocess.grammars import TRIAL_PATIENCE_S
+from trinity.preprocess.media_limits import MediaLimits
+from trinity.request import Request, Sampling, Structured
+
+LONG = "a " * 200_000
+FORM = Sampling(structured=Structured(regex="a"))
+PICTURE = [{"role": "user", "content": [{"type": "image", "image": b"x"}]}]
+
+
+@pytest.mark.parametrize(
+    ("request_", "part", "allowed_s"),
+    [
+        (Request("a"), "preparing text", 0.0),
+        (Request(LONG), "preparing media", 60.0),
+        (Request(messages=[{"role": "user", "content": LONG}]), "preparing media", 60.0),
+        (Request(messages=[{"role": "user", "content": ""}] * 5000), "preparing media", 60.0),
+        (Request("a", images=[b"x"]), "preparing media", 60.0),
+        (Request(messages=PICTURE), "preparing media", 60.0),
+        (Request("a", sampling=FORM), "preparing forms", TRIAL_PATIENCE_S),
+        (Request("a", images=[b"x"], sampling=FORM), "preparing forms", TRIAL_PATIENCE_S + 60.0),
+        (Request(LONG, sampling=FORM), "preparing forms", TRIAL_PATIENCE_S + 60.0),
+    ],
+)
+def test_what_waits_for_pictures_may_take_as_long_as_they(request_: Request, part: str, allowed_s: float) -> None:
+    """At 82dc40f9 a long text stood behind pictures as one that takes no time, and a form with a picture so, too."""
+    processor: Any = SimpleNamespace(limits=MediaLimits())
+    assert preparing_part(request_, processor) == (part, allowed_s)
 
 
 class StoppingReader:

@@ -93,7 +93,7 @@ def test_a_fork_that_fails_leaves_no_descriptor(origin: WorkerOrigin, monkeypatc
         raise OSError("no more processes")
 
     monkeypatch.setattr(worker_processes, "fork_origin", refuse)
-    monkeypatch.setattr(worker_processes.subprocess, "Popen", refuse)
+    monkeypatch.setattr("subprocess.Popen", refuse)
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(WorkerEnded):
         origin.fork(0)

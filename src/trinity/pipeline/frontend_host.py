@@ -28,6 +28,7 @@ from trinity.pipeline.stream import Stream, make_late_failure, reduce_deadline
 from trinity.pipeline.transfer_ways import TransferWays
 from trinity.preprocess.detokenizer import TextStream
 from trinity.preprocess.grammars import TRIAL_PATIENCE_S
+from trinity.preprocess.preparation_lanes import takes_long
 from trinity.preprocess.processor import ProcessedRequest, RequestProcessor
 from trinity.remote.instance_client import InstanceClient
 from trinity.request import Output, Request, check_request
@@ -40,11 +41,11 @@ PipelineState = Literal["new", "starting", "running", "failed", "closed"]
 
 def preparing_part(request: Request, processor: RequestProcessor) -> tuple[str, float]:
     """Name the part that prepares a request, and the seconds that this may take beyond what a step may."""
+    long = _has_parts(request.messages) or takes_long(request)
+    allowed_s = processor.limits.preprocess_timeout_s if long else 0.0
     if request.sampling.structured is not None:
-        return "preparing forms", TRIAL_PATIENCE_S
-    if request.images or request.media or _has_parts(request.messages):
-        return "preparing media", processor.limits.preprocess_timeout_s
-    return "preparing text", 0.0
+        return "preparing forms", TRIAL_PATIENCE_S + allowed_s
+    return "preparing media" if long else "preparing text", allowed_s
 
 
 def _has_parts(messages: Sequence[object] | None) -> bool:

@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from math import inf
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -16,14 +17,23 @@ from trinity.errors import ClosedError, Overloaded, RequestTooLarge
 from trinity.request import Request
 
 T = TypeVar("T")
+SHORT_TEXT = 1 << 18  # characters, and 64 for each value: a tenth of a second to tokenize
 MOST_PREPARED_BYTES = 1 << 30  # of processors that no pipeline has
 _CLOSED = "the request processor was closed before it had processed this request"
 
 
-def text_size(request: Request) -> int:
-    """Count the characters of a request's texts, and 64 for each value: what a template and a tokenizer read."""
+def takes_long(request: Request) -> bool:
+    """Tell whether a request is prepared on the lane of media: for these, or since its text is long."""
+    return bool(request.images or request.media) or text_size(request, SHORT_TEXT) > SHORT_TEXT
+
+
+def text_size(request: Request, enough: float = inf) -> int:
+    """Count the characters of a request's texts, and 64 for each value: what a template and a tokenizer read.
+
+    Counts no further beyond ``enough``.
+    """
     size, values = 0, [request.prompt, request.messages, request.tools, request.template_kwargs]
-    while values:
+    while values and size <= enough:
         value = values.pop()
         size += 64
         if isinstance(value, str):

@@ -38,7 +38,7 @@ from trinity.preprocess.preparation_lanes import (
     LaneVisit,
     PreparationLane,
     SharedRoom,
-    text_size,
+    takes_long,
 )
 from trinity.preprocess.prompt import PromptText, name_media, order_media
 from trinity.preprocess.prompt_problem import PromptProblem
@@ -52,7 +52,6 @@ from trinity.request import Media, Request, Sampling, check_request
 T = TypeVar("T")
 _CHARACTERS_PER_TOKEN = 1024  # far above any vocabulary's mean: longer text is refused before it is tokenized
 _NO_LIMIT = 1 << 30
-SHORT_TEXT = 1 << 18  # characters, and 64 for each value: a tenth of a second to tokenize
 
 
 class ProcessedRequest(msgspec.Struct, frozen=True):
@@ -221,8 +220,7 @@ class RequestProcessor:
         checked = msgspec.structs.replace(checked, images=(), media=fetched)
         if self._closed:
             raise ClosedError("the request processor is closed")
-        long = bool(fetched) or text_size(checked) > SHORT_TEXT
-        async with (self._media_lane if long else self._text_lane).visit(request._client) as visit:
+        async with (self._media_lane if takes_long(checked) else self._text_lane).visit(request._client) as visit:
             return await self._prepare(checked, visit)
 
     async def _prepare(self, request: Request, visit: LaneVisit) -> ProcessedRequest:
