@@ -85,7 +85,8 @@ class FrontendHost:
         self.journal = RequestJournal()
         self.opened: PipelineState = "new"
         self.preparing = self.departures = 0
-        self._preparing_of: Counter[str] = Counter()  # by client
+        self._waiting: dict[str, str] = {}  # client of each request that has no token yet, by request id
+        self._waiting_of: Counter[str] = Counter()  # the same, by client
         self._prepared: dict[str, FairJob] = {}  # inputs that are not yet submitted, by request id
         self._held: dict[str, FairJob] = {}  # inputs that the front end has, by request id
         self._preparing_again: set[asyncio.Task[None]] = set()
@@ -125,6 +126,7 @@ class FrontendHost:
             record_refused(stream, error, self._metrics)
             raise
         self.streams[request.request_id] = stream
+        self._begin_wait(request)
         try:
             processed = await self._prepare(stream)
             if processed is None:
@@ -132,6 +134,9 @@ class FrontendHost:
                 return
             self.post(Submit(processed.work, processed.inputs, input_bytes=processed.input_bytes))
             self.hold_inputs(request)
+        except BaseException:
+            self._end_wait(request.request_id)
+            raise
         finally:
             if (job := self._prepared.pop(request.request_id, None)) is not None:
                 self._let_go(job)
@@ -168,19 +173,29 @@ class FrontendHost:
         waiting = self.core.waiting + self.preparing
         if waiting >= self.core.max_waiting:
             raise Overloaded(f"{waiting} requests wait already; try later or raise max_waiting", request.request_id)
-        own = self._preparing_of[request._client] if request._client else 0
+        own = self._waiting_of[request._client] if request._client else 0
         if own >= self.core.max_waiting - waiting:  # so whatever one client sends, there is room for another one's
-            text = (
-                f"{own} requests of this client are being prepared, and {self.core.max_waiting - waiting} more may wait"
-            )
+            text = f"{own} requests of this client wait already, and {self.core.max_waiting - waiting} more may wait"
             raise Overloaded(f"{text}; try later or raise max_waiting", request.request_id)
+
+    def _begin_wait(self, request: Request) -> None:
+        """Count a request as one of its client's that wait, until its first token comes or it ends."""
+        self._waiting[request.request_id] = request._client
+        self._waiting_of[request._client] += 1
+
+    def _end_wait(self, request_id: str) -> None:
+        """Count a request no longer among those that wait; it may be called again."""
+        client = self._waiting.pop(request_id, None)
+        if client is not None:
+            self._waiting_of[client] -= 1
+            if not self._waiting_of[client]:
+                del self._waiting_of[client]
 
     async def _prepare(self, stream: Stream) -> ProcessedRequest | None:
         """Process a request, with what is left of its deadline; None if that passed meanwhile."""
         request, processor = stream.request, self.processor
         assert processor is not None
         self.preparing += 1
-        self._preparing_of[request._client] += 1
         try:
             async with asyncio.timeout(request.deadline_s) as limit:
                 await self.until(lambda: request.request_id not in self.core.entries)
@@ -203,9 +218,6 @@ class FrontendHost:
             raise
         finally:
             self.preparing -= 1
-            self._preparing_of[request._client] -= 1
-            if not self._preparing_of[request._client]:
-                del self._preparing_of[request._client]
             self._note_departure()
         return reduce_deadline(processed, time.monotonic() - stream.arrived)
 
@@ -242,6 +254,7 @@ class FrontendHost:
             if task.get_name() == stream.request.request_id:
                 task.cancel()
         self.streams.pop(stream.request.request_id, None)
+        self._end_wait(stream.request.request_id)
         self.journal.end(stream)
         record_end(stream, self._metrics, self._trace)
         self._ways.note(stream.output.transfers, self.core.router.peers)
@@ -284,6 +297,8 @@ class FrontendHost:
         before, held, now = len(self.core.entries), self.core.waiting_bytes, time.monotonic()
         for command in self.core.handle(event, now):
             if isinstance(command, Deliver):  # most
+                if not command.index:
+                    self._end_wait(command.request)
                 stream = self.streams.get(command.request)
                 if stream is not None:
                     stream.deliver(command, now)
