@@ -90,8 +90,8 @@ async def test_what_waits_for_its_first_token_counts_as_its_clients(end: str, mo
             for each in waiting:
                 each.cancel()
         monkeypatch.undo()
-        for each in kept:
-            send(*each)
+        for message in kept:
+            send(*message)
         await asyncio.gather(*waiting, return_exceptions=True)
         assert not front._waiting_of
         assert not front._waiting
