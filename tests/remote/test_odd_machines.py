@@ -56,6 +56,22 @@ except TrinityError as error:
     print("typed", type(error).__name__, error, flush=True)
 """
 
+DESCRIPTORS = """
+import os, resource
+limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+resource.setrlimit(resource.RLIMIT_NOFILE, (4096 if limit == resource.RLIM_INFINITY else min(4096, limit), limit))
+held = [os.open(os.devnull, os.O_RDONLY) for _ in range(1100)]
+"""
+ENDS_WITH_A_PIPE = """
+import time
+from trinity.errors.parent_process import die_with_holder
+from trinity.preprocess.worker import end_with_parent
+lifeline, end = os.pipe()
+{ends}(lifeline)
+print("lives", flush=True)
+os.close(end)
+time.sleep(1000)
+"""
 
 SMALL = ("unshare", "-m", "sh", "-c", 'mount -t tmpfs -o size=4k none /dev/shm && exec "$@"', "sh")
 
@@ -88,6 +104,24 @@ def test_a_parent_that_stood_still_loses_nobody() -> None:
         time.sleep(5.0)
         os.kill(child.pid, signal.SIGCONT)
         assert (said, end(child)) == ("serving\n", "exact\n")
+
+
+def test_a_program_of_many_descriptors_starts_its_instances() -> None:
+    """``select`` takes none of 1024 or more, so that no pipeline started in a server with as many connections."""
+    command = [sys.executable, "-c", DESCRIPTORS + SERVE, "shm", "0"]
+    environment = {**os.environ, "PYTHONPATH": PATHS}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, done.stdout) == (0, "serving\nexact\n"), done.stderr[-4000:]
+
+
+@pytest.mark.parametrize(
+    ("ends", "by"), [("die_with_holder", signal.SIGKILL), ("end_with_parent", signal.SIGIO)], ids=["instance", "worker"]
+)
+def test_by_whatever_descriptor_a_process_ends_with_its_program(ends: str, by: signal.Signals) -> None:
+    command = [sys.executable, "-c", DESCRIPTORS + ENDS_WITH_A_PIPE.format(ends=ends)]
+    environment = {**os.environ, "PYTHONPATH": PATHS}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=100, check=False)
+    assert (done.stdout, done.returncode) == ("lives\n", -by), done.stderr[-4000:]
 
 
 async def test_a_wall_clock_that_jumps_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,6 @@ import hashlib
 import os
 import pickle
 import resource
-import select
 import signal
 import socket
 import struct
@@ -30,7 +29,7 @@ from typing import Any, NoReturn
 import msgspec
 
 from trinity.errors import ConfigError, RequestError, describe_error
-from trinity.errors.parent_process import name_process
+from trinity.errors.parent_process import has_holder_ended, name_process
 from trinity.preprocess import loader, model_types
 from trinity.preprocess.colours import Transparency
 from trinity.preprocess.media_costs import MediaCost
@@ -271,7 +270,7 @@ def end_with_parent(lifeline: int) -> None:
         fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
     except (AttributeError, OSError):  # a system without them: it ends once it reads from its socket
         return
-    if select.select([lifeline], [], [], 0)[0]:  # closed before the kernel was asked
+    if has_holder_ended(lifeline):  # closed before the kernel was asked
         os._exit(0)
 
 
