@@ -40,6 +40,7 @@ from trinity.remote.supervisor_messages import (
 
 Fault = Callable[[World], None]
 NAMES = "EPD"
+WORK_S = 40.0  # of a long step
 SOON_S = 5.0  # pauses, fences and channels, without loading
 
 
@@ -130,6 +131,47 @@ def test_a_newcomer_waits_no_longer_for_one_that_is_silent_and_meets_it_later() 
             (99.0, Tick(), []),
         ],
     )
+
+
+def test_a_newcomer_waits_for_none_that_is_silent_at_a_long_step_and_costs_neither() -> None:
+    """It was given up after 30 s, and after three of these the one at work was."""
+    core = core_of("ED")
+    core.handle(Lost("E", 0, "gone"), 9.0)
+    core.handle(Ended("E", 0), 9.0)
+    core.handle(Tick(), 9.1)
+    core.handle(Loaded("E", 1), 9.2)
+    at = (50.0, 100.0)  # seconds of its step, and those that were predicted
+    table(
+        core,
+        [
+            (9.3, Linked("E", 1, "D", 0), []),
+            (11.1, Quiet("D", 0, SUSPECT_S, *at), []),
+            (11.2, Quiet("D", 0, SUSPECT_S + 0.1, *at), [Up("E", 1)]),  # requests go to D as before
+            (9.2 + MEET_S, Tick(), []),
+            (9.1 + 2 * MEET_S, Quiet("D", 0, 0.1), []),  # it speaks again, as the time to meet ends
+            (9.2 + 2 * MEET_S, Tick(), []),
+            (9.3 + 2 * MEET_S, Linked("D", 0, "E", 1), []),
+            (999.0, Tick(), []),
+        ],
+    )
+
+
+def test_one_that_comes_while_another_is_at_a_long_step_is_up_at_once() -> None:
+    core = core_of("ED")
+    core.handle(Lost("E", 0, "gone"), 9.0)
+    core.handle(Ended("E", 0), 9.0)
+    core.handle(Quiet("D", 0, 5.0, 50.0, 100.0), 9.1)
+    core.handle(Tick(), 9.2)
+    assert core.handle(Loaded("E", 1), 9.3)[-1] == Up("E", 1)
+
+
+def test_one_that_speaks_again_and_is_not_met_costs_the_younger() -> None:
+    core = core_of("ED", up=False)
+    core.handle(Loaded("D", 0), 0.0)
+    core.handle(Quiet("D", 0, 5.0, 50.0, 100.0), 0.5)
+    assert core.handle(Loaded("E", 0), 1.0)[-1] == Up("E", 0)
+    core.handle(Quiet("D", 0, 0.1), 2.0)
+    assert core.handle(Tick(), 1.0 + MEET_S)[0] == Fence("E", 0)
 
 
 def test_one_that_is_silent_for_too_long_is_lost() -> None:
@@ -240,6 +282,7 @@ def victims(names: str) -> dict[str, Fault]:
         found[f"{name} dies"] = of(World.strike, name)
         found[f"{name} freezes"] = of(World.hold, name)
         found[f"{name} stumbles"] = of(stumble, name)
+        found[f"{name} works"] = of(work, name)
     return found
 
 
@@ -247,6 +290,11 @@ def stumble(world: World, life: Life) -> None:
     """Frozen for a while that is no loss yet."""
     world.hold(life)
     world.later(world.draw.uniform(0.5, 8.0), lambda: world.release(life))
+
+
+def work(world: World, life: Life) -> None:
+    """Silent in a long step, which it has announced."""
+    world.work(life, world.draw.uniform(0.5, 1.0) * WORK_S, WORK_S)
 
 
 def play(seed: int, faults: Sequence[tuple[int, str]], names: str = NAMES, **named: float) -> float:
@@ -272,7 +320,8 @@ def bound(faults: Sequence[tuple[int, str]], silence_s: float = 20.0) -> float:
     frozen = any(word.endswith("freezes") and "launcher" not in word for word in words)
     stumbling = any(word.endswith("stumbles") for word in words)
     waits = (silence_s if frozen else 8.0 if stumbling else 0.0) + STUCK_S * ("launcher freezes" in words)
-    waits += 2 * RELINK_S + MEET_S * (stumbling or "link cut" in words)
+    working = any(word.endswith("works") for word in words)
+    waits += 2 * RELINK_S + MEET_S * (stumbling or working or "link cut" in words) + WORK_S * working
     return waits + len(words) * (LOAD_S + SOON_S)
 
 
@@ -301,6 +350,28 @@ def test_any_two_faults_at_every_two_moments(seed: int) -> None:
     for first, second, gap in product(victims(NAMES), victims(NAMES), range(60)):
         faults = [(seed, first), (seed + gap, second)]
         assert play(seed * 1000 + gap, faults, settled=float(seed % 2)) < bound(faults), faults
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_while_one_is_at_a_long_step_the_others_come_back_and_it_is_not_lost(seed: int) -> None:
+    """Whatever dies meanwhile, however often; about half of the steps end as somebody's time to meet does."""
+    world, draw = World(NAMES, seed), random.Random(seed)
+    world.run(20.0, lambda: world.whole)
+    busy, *others = draw.sample(NAMES, len(NAMES))
+    predicted_s = MEET_S + draw.uniform(0.0, 4.0) if seed % 2 else draw.uniform(20.0, 200.0)
+    ends = world.now + predicted_s
+    world.work(world.life(busy), predicted_s, predicted_s)
+    strikes = dict.fromkeys(others, 0)
+    while world.now < ends - (LOAD_S + SOON_S):
+        struck = draw.choice(others)
+        world.strike(world.life(struck))
+        strikes[struck] += 1
+        world.run(world.now + LOAD_S + SOON_S, lambda: world.up == {busy: 0, **strikes})
+        assert world.up == {busy: 0, **strikes}, (struck, world.core.members)
+        world.run(min(world.now + draw.choice([0.1, 2 * MEET_S]), ends))
+    world.run(ends + 2 * MEET_S)
+    assert world.whole, world.core.members
+    assert {name: world.core.members[name].epoch for name in NAMES} == {busy: 0, **strikes}
 
 
 def random_faults(seed: int, most: int) -> list[tuple[int, str]]:

@@ -41,7 +41,10 @@ LOAD_S, SHORT_S, STUCK_S, HEARTBEAT_S = 1.5, 0.2, 3.0, 0.5
 
 @dataclass
 class Process:
-    """One life: what it knows, and what was sent to it that it has not read. ``waits``: it has no pool yet."""
+    """One life: what it knows, and what was sent to it that it has not read. ``waits``: it has no pool yet.
+
+    ``step``: when the long step began that it has announced, and its predicted seconds.
+    """
 
     life: Life
     alive: bool = True
@@ -52,6 +55,7 @@ class Process:
     wants: set[Life] = field(default_factory=set)
     linked: set[Life] = field(default_factory=set)
     heard: float = 0.0
+    step: tuple[float, float] | None = None
 
 
 class World:
@@ -171,7 +175,8 @@ class World:
             return
         if not process.frozen:
             process.heard = self.now
-        self.tell(Quiet(*process.life, self.now - process.heard))
+        at = (self.now - process.step[0], process.step[1]) if process.step is not None else ()
+        self.tell(Quiet(*process.life, self.now - process.heard, *at))
         self.later(HEARTBEAT_S, lambda: self._beat(process))
 
     def _fence(self, life: Life) -> None:
@@ -268,6 +273,18 @@ class World:
             unread, process.unread = process.unread, []
             for do in unread:
                 self._does(process, do)
+
+    def work(self, life: Life, seconds: float, predicted_s: float) -> None:
+        """Begin a step that holds the interpreter of a life for so long."""
+        process = self.processes.get(life)
+        if process is not None:
+            process.step = (self.now, predicted_s)
+            self.hold(life)
+            self.later(seconds, lambda: self._rest(process))
+
+    def _rest(self, process: Process) -> None:
+        process.step = None
+        self.release(process.life)
 
     def end_launcher(self) -> None:
         """Kill the launcher: what it has started lives on, and launches fail until there is another."""

@@ -51,7 +51,8 @@ class Member:
     losses: int = 0
     failures: int = 0  # in a row to come up
     unmet: int = 0  # younger lives in a row that could not reach it
-    suspected: bool = False
+    suspected: bool = False  # silent without a reason: requests go past it
+    deaf: bool = False  # silent, for whatever reason: nobody waits to meet it
     leaving: bool = False
     planned: bool = False  # the end that its next start follows
     removed: bool = False  # no life follows the present one

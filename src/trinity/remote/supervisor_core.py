@@ -22,7 +22,8 @@ event                   commands
 ``Add``                 the same as ``Begin``, of one more; its epochs follow those of one of its name before
 ``Remove``              the same as ``Replace``, without a next life: ``Removed`` once it has ``Ended``
 ``Quiet``               ``Suspect`` from ``SUSPECT_S`` on; the same as ``Lost`` from ``silence_s`` on. At a step that is
-                        long: ``Suspect`` from its predicted time on, ``Lost`` from ten times that on, silent or not
+                        long: ``Suspect`` from its predicted time on, ``Lost`` from ten times that on, silent or not;
+                        ``Up`` of whoever waited for it from ``SUSPECT_S`` on, at work or not
 ``Retire``              ``Fence`` of what was prepared; whoever is lost from now on stays away
 ``CloseAll``            ``Fence`` of all
 ``Tick``                whatever is due
@@ -88,6 +89,7 @@ STEP_FLOOR_S = 60.0  # a step hangs after no less: machines are busy, and a firs
 STEP_UNKNOWN_S = 600.0  # of a step at a stage that has run none yet
 MEET_S = 30.0  # for two instances that have loaded and speak to be linked
 RELINK_S = 2.0  # until one of two that have lost their link must have been heard to be lost
+HEARD_S = 2 * SUSPECT_S  # of one that speaks again, to be linked before it counts as one that cannot be reached
 BACKOFF_S = 0.1  # before the first restart; doubled each time
 LONGEST_BACKOFF_S = 60.0  # of one that comes up and is lost again, each time with what it was given
 MAX_DOUBLINGS = 30
@@ -149,7 +151,7 @@ class SupervisorCore(PreparedLives):
     # ------------------------------------------------------------ a life
 
     def _start(self, member: Member) -> None:
-        member.phase, member.due, member.suspected, member.unmet = LifePhase.LOADING, inf, False, 0
+        member.phase, member.due, member.unmet = LifePhase.LOADING, inf, 0
         if self._launch_next(member):
             return
         member.newest += 1
@@ -197,7 +199,7 @@ class SupervisorCore(PreparedLives):
         return self._pairs.get(_key(member, other)) if same and other is not None else None
 
     def _check_up(self, member: Member, now: float) -> None:
-        """Bring up an instance that has met all that speak: one that is silent now may still be met later."""
+        """Bring up an instance that has met all that speak: one that is silent now, at work or not, is met later."""
         if member.phase is LifePhase.MEETING and all(self._has_met(member, other) for other in self._others(member)):
             member.phase, member.since = LifePhase.UP, now
             self._out.append(Up(member.name, member.epoch))
@@ -208,7 +210,7 @@ class SupervisorCore(PreparedLives):
                     self._out.append(Leaving(each.name, each.epoch, True))
 
     def _has_met(self, member: Member, other: Member) -> bool:
-        return other.suspected or len(self._pairs[_key(member, other)].said) == PARTIES
+        return other.deaf or len(self._pairs[_key(member, other)].said) == PARTIES
 
     # ------------------------------------------------------------ its end
 
@@ -238,7 +240,8 @@ class SupervisorCore(PreparedLives):
 
     def _end(self, member: Member, why: str, now: float, planned: bool = False) -> None:
         member.phase, member.why, member.due = LifePhase.ENDING, why, inf
-        member.suspected, member.leaving, member.planned = False, False, planned
+        member.suspected = member.deaf = member.leaving = False
+        member.planned = planned
         self._out.append(Fence(member.name, member.epoch))
         for other in self._others(member):
             self._pairs.pop(_key(member, other), None)
@@ -281,14 +284,21 @@ class SupervisorCore(PreparedLives):
         elif at_work and event.step_s is not None and event.step_s > find_step_limit(event.predicted_s):
             known = f"{event.predicted_s:.2g} s were predicted" if event.predicted_s else "none was predicted"
             self._lose(member, f"a step of it hangs: it has taken {event.step_s:.1f} s, and {known}", now)
-        elif member.phase in PRESENT and self._is_suspicious(event) is not member.suspected:
+        elif member.phase in PRESENT:
+            self._note_silence(member, event, now)
+
+    def _note_silence(self, member: Member, event: Quiet, now: float) -> None:
+        """Note if it is silent now, and if its step does not explain that; once it speaks it has a while to be met."""
+        expected_s = event.predicted_s if event.step_s is not None else 0.0
+        if (event.seconds > max(SUSPECT_S, expected_s)) is not member.suspected:
             member.suspected = not member.suspected
             self._out.append(Suspect(member.name, member.epoch, member.suspected))
+        if (event.seconds > SUSPECT_S) is not member.deaf:
+            member.deaf = not member.deaf
             for other in self._others(member):
+                pair = self._pairs[_key(member, other)]
+                pair.due = pair.due if member.deaf else max(pair.due, now + HEARD_S)
                 self._check_up(other, now)
-
-    def _is_suspicious(self, event: Quiet) -> bool:
-        return event.seconds > max(SUSPECT_S, event.predicted_s if event.step_s is not None else 0.0)
 
     # ------------------------------------------------------------ all
 
@@ -312,7 +322,7 @@ class SupervisorCore(PreparedLives):
 
     def _part(self, pair: Pair, one: Member, two: Member, now: float) -> None:
         """Give up two that cannot reach each other, unless one is silent: then time will tell which."""
-        if one.suspected or two.suspected:
+        if one.deaf or two.deaf:
             pair.due = now + (RELINK_S if len(pair.said) == PARTIES else MEET_S)
             return
         younger, elder = self._by_age(one, two)
