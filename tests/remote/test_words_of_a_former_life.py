@@ -11,7 +11,7 @@ from trinity.remote.channel import Channel
 from trinity.remote.instance_client import InstanceClient
 from trinity.remote.session import InstanceSession
 from trinity.remote.supervisor_messages import Event, Lost
-from trinity.remote.wire import Setup, encode
+from trinity.remote.wire import AtStep, Setup, encode
 from trinity.timeline import Timeline
 
 D0 = cast(Setup, SimpleNamespace(name="D0", epoch=0))
@@ -100,3 +100,25 @@ def test_of_an_instance_that_was_given_up_nothing_more_is_heard() -> None:
         return heard
 
     assert asyncio.run(run()) == [Cancel("a")]
+
+
+def test_an_instance_that_was_lost_is_at_no_step() -> None:
+    """``/ready`` named it as stalled until another life of its name was up, while others served."""
+
+    async def run() -> tuple[tuple[str, float] | None, tuple[str, float] | None]:
+        line, heard = Line(), Heard()
+        client = InstanceClient(D0, cast(Any, heard), Timeline(), heard.report)
+        client.started = cast(Any, SimpleNamespace())
+        line.say(AtStep(0.0, 40.0, "language"))
+        reading = asyncio.ensure_future(client._read(line.channel))
+        while client.step is None:
+            await asyncio.sleep(0)
+        before = client.long_step()
+        line.reader.feed_eof()
+        await reading
+        return before, client.long_step()
+
+    before, after = asyncio.run(run())
+    assert before is not None
+    assert before[0] == "language"
+    assert after is None

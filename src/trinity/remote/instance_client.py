@@ -169,8 +169,8 @@ class InstanceClient:
         return self.started.up
 
     def long_step(self) -> tuple[str, float] | None:
-        """Return lane and begin of a step that may keep back its reports; None if there is none."""
-        return (self._step_lane, self.step[0]) if self.step is not None and self._step_lane else None
+        """Return lane and begin of a step that may keep back its reports; None if there is none, or no instance."""
+        return (self._step_lane, self.step[0]) if self.alive and self.step is not None and self._step_lane else None
 
     def post(self, event: Value) -> None:
         """Send an event; one for a lost instance is dropped. One that cannot be sent ends its own request alone."""
