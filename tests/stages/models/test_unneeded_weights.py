@@ -60,6 +60,24 @@ def test_what_does_not_run_for_a_sample_may_be_for_others_and_is_needed() -> Non
     assert not any(bool(each.isnan().any()) for name, each in model.named_parameters() if "experts" in name)
 
 
+class Placed(nn.Module):
+    """A module that looks its rows up by a buffer of whole numbers and hides some by one of truth values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(8, 4)
+        self.register_buffer("places", torch.arange(8))
+        self.register_buffer("mask", torch.ones(8, 1, dtype=torch.bool))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return (rows + self.rows(self.places)) * self.mask  # type: ignore[no-any-return, operator]
+
+
+def test_what_cannot_be_nan_is_needed() -> None:
+    model = Placed().requires_grad_(False)
+    assert list_needed(model, ["places", "mask"], lambda: [model(torch.ones(8, 4))]) == ["mask", "places"]
+
+
 def test_all_are_needed_where_nothing_can_be_run() -> None:
     model = Routed().requires_grad_(False)
 

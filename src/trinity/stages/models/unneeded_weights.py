@@ -30,12 +30,19 @@ def list_needed(model: Any, names: Collection[str], run: Run) -> list[str]:
 
     A tensor is not needed if its module runs, so that other inputs would not use it in another way, and the output is
     the same with 0 and with NaN in its place. A tensor whose module does not run may be for other inputs, as those of
-    an expert are, and is needed. So are all of them where ``run`` raises or gives no numbers without them.
+    an expert are, and is needed; so is one of a dtype without NaN. So are all of them where ``run`` raises or gives no
+    numbers without them.
     """
-    owners = defaultdict(list)
+    tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    needed, owners = list[str](), defaultdict[str, list[str]](list)
     for name in sorted(names):
-        owners[name.rpartition(".")[0]].append(name)
-    _fill(model, names, 0.0)
+        (owners[name.rpartition(".")[0]] if tensors[name].is_floating_point() else needed).append(name)
+
+    def fill(these: Collection[str], value: float) -> None:
+        for name in these:
+            tensors[name].fill_(value)
+
+    fill(names, 0.0)
     try:
         with _noting_calls(model) as called:
             expected = run()
@@ -43,13 +50,12 @@ def list_needed(model: Any, names: Collection[str], run: Run) -> list[str]:
         return sorted(names)
     if not all(bool(each.isfinite().all()) for each in expected):
         return sorted(names)
-    needed = []
     for owner, own in owners.items():
-        _fill(model, own, torch.nan)
+        fill(own, torch.nan)
         if owner not in called or not _is_same(run, expected):
-            _fill(model, own, 0.0)
+            fill(own, 0.0)
             needed += own
-    return needed
+    return sorted(needed)
 
 
 def list_needed_by_encoder(
@@ -87,12 +93,6 @@ def _is_same(run: Run, expected: Sequence[Tensor]) -> bool:
     except Exception:  # as above
         return False
     return len(found) == len(expected) and all(map(torch.equal, found, expected))
-
-
-def _fill(model: Any, names: Collection[str], value: float) -> None:
-    tensors = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
-    for name in names:
-        tensors[name].fill_(value if tensors[name].is_floating_point() else 0)
 
 
 @contextmanager
