@@ -7,12 +7,15 @@ import math
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from trinity import SLO, HybridPlanner
+from trinity.costs.cluster import Cluster
 from trinity.costs.model_shape import MODELS
-from trinity.costs.step_cost import CostTables
+from trinity.costs.step_cost import DEVICES, CostTables
 from trinity.errors import ConfigError, TrinityWarning
+from trinity.simulation.simulator import Simulator
 
 QWEN = MODELS["qwen2-vl-7b"]
 SECONDS: dict[str, dict[int, float]] = {
@@ -33,6 +36,10 @@ def _fields(one: CostTables) -> dict[str, Any]:
 
 def planner(cost: Any, device: str = "H100") -> HybridPlanner:
     return HybridPlanner("qwen2-vl-7b", SLO(2.0, 0.1), instances=2, device=device, cost=cost)
+
+
+def simulator(cost: Any) -> Simulator:
+    return Simulator("qwen2-vl-7b", SLO(2.0, 0.1), cluster=Cluster.of("H100", 3), cost=cost)
 
 
 @pytest.mark.parametrize("seconds", [0.0, -0.01, -math.inf])
@@ -96,3 +103,36 @@ def test_tables_of_another_dtype_warn() -> None:
     planner(tables(dtype="torch.float16"))
     with pytest.warns(TrinityWarning, match=r"measured in torch.float32, and the plan is of 2 bytes a number"):
         planner(tables(dtype="torch.float32"))
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        ({"model": "llava-1.5-7b"}, "measured on model"),
+        ({"shape": MODELS["llava-1.5-7b"].outline}, "measured on model"),
+        ({"device": "NVIDIA L40S"}, "measured on device"),
+    ],
+)
+def test_a_simulator_refuses_what_a_planner_does(other: dict[str, Any], said: str) -> None:
+    simulator(tables()).check("1E1P1D")
+    for cost in (tables(**other), {"H100": tables(**other)}):
+        with pytest.raises(ConfigError, match=said):
+            simulator(cost)
+
+
+@pytest.mark.parametrize("kind", SECONDS)
+def test_a_simulator_needs_the_seconds_of_what_it_places(kind: str) -> None:
+    lacking = simulator(tables({name: seconds for name, seconds in SECONDS.items() if name != kind}))
+    with pytest.raises(ConfigError, match=rf"cost has no {kind} seconds, .*pipe\.profile"):
+        lacking.check("1E1P1D")
+
+
+def test_tables_of_one_instance_simulate_that_one() -> None:
+    cost = {
+        name: tables({kind: SECONDS[kind]}) for name, kind in zip("EPD", ("media", "prefill", "decodes"), strict=True)
+    }
+    devices = tuple(msgspec.structs.replace(DEVICES["H100"], name=name) for name in cost)
+    made = Simulator("qwen2-vl-7b", SLO(2.0, 0.1), cluster=Cluster(devices=devices), cost=cost)
+    made.check("1E1P1D")
+    with pytest.raises(ConfigError, match=r"cost\['P'\] has no decodes seconds, and stages PD of qwen2-vl-7b need"):
+        made.check("1E2PD")

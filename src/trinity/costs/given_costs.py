@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from trinity.costs.engines import ENGINES
@@ -25,33 +25,59 @@ def _load(given: CostModel | str | Path) -> CostModel:
 
 
 _DTYPE_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
+_STAGES = dict(zip(KINDS_OF_WORK, "DPE", strict=True))  # which do that kind of work
 
 
 def check_costs(
-    given: CostModel | Mapping[str, CostModel] | None, model: ModelShape, devices: Sequence[Device]
+    given: CostModel | Mapping[str, CostModel] | None, model: ModelShape, devices: Sequence[Device], stages: str = "EPD"
 ) -> None:
-    """Check that measured tables are of this model and these devices, with seconds for all the work of a plan.
+    """Check that measured tables are of this model and these devices, with seconds for all the work of ``stages``.
 
     Tables of a device that is in ``DEVICES`` stand for no other of them; those of one that is not stand for any, whose
-    memory a plan then takes. Raises ``ConfigError``; warns (``TrinityWarning``) where the dtype has another size.
+    memory a plan then takes. Raises ``ConfigError``.
     """
-    for device in devices:
-        tables = given.get(device.name) if isinstance(given, Mapping) else given
+    for name, where, tables in _list_tables(given, devices):
+        _check_kinds(tables, model, where, stages)
+        _check_origin(tables, model, name, where)
+
+
+def warn_of_dtypes(
+    given: CostModel | Mapping[str, CostModel] | None, model: ModelShape, devices: Sequence[Device]
+) -> None:
+    """Warn (``TrinityWarning``) of tables that were measured in a dtype of another size than the model's."""
+    for _, where, tables in _list_tables(given, devices):
+        size = _DTYPE_BYTES.get(tables.dtype.removeprefix("torch."), model.dtype_bytes)
+        if size != model.dtype_bytes:
+            warn_caller(
+                f"{where} was measured in {tables.dtype}, and the plan is of {model.dtype_bytes} bytes a number: "
+                "profile in the dtype that will serve",
+            )
+
+
+def _list_tables(
+    given: CostModel | Mapping[str, CostModel] | None, devices: Sequence[Device]
+) -> Iterator[tuple[str, str, CostTables]]:
+    """List the measured tables of these devices: the device's name, where they were given, the tables."""
+    for name in dict.fromkeys(device.name for device in devices):
+        tables = given.get(name) if isinstance(given, Mapping) else given
         if isinstance(tables, CostTables):
-            _check_tables(tables, model, device, f"cost[{device.name!r}]" if isinstance(given, Mapping) else "cost")
+            yield name, f"cost[{name!r}]" if isinstance(given, Mapping) else "cost", tables
 
 
-def _check_tables(tables: CostTables, model: ModelShape, device: Device, where: str) -> None:
-    needed = KINDS_OF_WORK if model.encoder else KINDS_OF_WORK[:2]
+def _check_kinds(tables: CostTables, model: ModelShape, where: str, stages: str) -> None:
+    needed = [kind for kind, stage in _STAGES.items() if stage in stages and (kind != "media" or model.encoder)]
     first, missing = tables.costs[:1], []
     for kind in needed:  # media are looked up at the shortest context only
         if not all(getattr(cost, kind) for _, cost in (first if kind == "media" else tables.costs)):
             missing.append(kind)
     if missing:
         raise ConfigError(
-            f"{where} has no {' and '.join(missing)} seconds, and a plan of {model.name} needs {', '.join(needed)}; "
-            "profile an instance of every stage (await pipe.profile())"
+            f"{where} has no {' and '.join(missing)} seconds, and stages {stages} of {model.name} need "
+            f"{', '.join(needed)}; profile an instance of every stage (await pipe.profile())"
         )
+
+
+def _check_origin(tables: CostTables, model: ModelShape, device: str, where: str) -> None:
     other = tables.model in MODELS and model.name in MODELS and tables.model != model.name
     if other or (tables.shape and tables.shape != model.outline):
         measured = f"{tables.model} ({tables.shape})" if tables.shape else tables.model
@@ -61,14 +87,8 @@ def _check_tables(tables: CostTables, model: ModelShape, device: Device, where: 
         )
     words = f" {tables.device.replace('-', ' ')} "  # such as "NVIDIA A100-SXM4-80GB"; a CPU's tables stand for any
     named = [name for name, known in DEVICES.items() if f" {name} " in words and known.engine in ENGINES]
-    if named and device.name in DEVICES and device.name not in named:
+    if named and device in DEVICES and device not in named:
         raise ConfigError(
-            f"{where} was measured on device {tables.device}, not on {device.name}: give device={named[0]!r}, or "
+            f"{where} was measured on device {tables.device}, not on {device}: give device={named[0]!r}, or "
             "profile there"
-        )
-    size = _DTYPE_BYTES.get(tables.dtype.removeprefix("torch."), model.dtype_bytes)
-    if size != model.dtype_bytes:
-        warn_caller(
-            f"{where} was measured in {tables.dtype}, and the plan is of {model.dtype_bytes} bytes a number: profile "
-            "in the dtype that will serve",
         )

@@ -12,7 +12,7 @@ from msgspec import Meta
 
 from trinity.costs.cluster import Cluster
 from trinity.costs.engines import DEFAULT_ENGINE, Engine
-from trinity.costs.given_costs import GivenCosts, check_costs, load_costs
+from trinity.costs.given_costs import GivenCosts, check_costs, load_costs, warn_of_dtypes
 from trinity.costs.model_config import find_model_shape
 from trinity.costs.model_shape import ModelShape
 from trinity.errors import ConfigError, TraceError, TraceTooShort
@@ -129,6 +129,7 @@ class HybridPlanner:
         self.waiting = options.setdefault("max_waiting", choose_waiting(objective, found.size))
         costs = load_costs(cost)
         check_costs(costs, self.model, found.devices)
+        warn_of_dtypes(costs, self.model, found.devices)
         self.hardware = Hardware(self.model, found, costs, prices or {}, options)
         self.asked = GoodputCriterion(slo or NO_SLO, rule, stable, share, search.least_requests)
         self.slo = slo

@@ -24,7 +24,7 @@ from trinity.core.scheduler import BatchRules, latency_bound
 from trinity.core.transfers import TransferPolicy
 from trinity.costs.budgets import StepBudgets, predict_budgets
 from trinity.costs.cluster import Cluster
-from trinity.costs.given_costs import GivenCosts, load_costs
+from trinity.costs.given_costs import GivenCosts, check_costs, load_costs
 from trinity.costs.longer_steps import stretch_cost
 from trinity.costs.model_config import find_model_shape
 from trinity.costs.model_shape import ModelShape
@@ -55,7 +55,8 @@ class Simulator:
     - ``slo`` (s): bounds that budgets keep and requests are judged by.
     - ``cluster``: devices, hosts and links.
     - ``cost`` (None): seconds of a step, or the file of measured tables, for every device or by its name. None: a
-      roofline of the model and each device.
+      roofline of the model and each device. Tables are of this model and these devices, with the seconds of all stages
+      that a placement has there.
     - ``rules`` (None): ``BatchRules`` but for the budgets.
     - ``budgets`` (None): ``StepBudgets`` of every instance, or by roles. None: the largest that keep a step within the
       latency bound of the instance's roles, as a pipeline with this SLO searches them (Algorithm 1, line 5).
@@ -103,6 +104,7 @@ class Simulator:
         backend: str = "auto",
     ) -> None:
         self.model, cost = find_model_shape(model), load_costs(cost)
+        check_costs(cost, self.model, cluster.devices, stages="")  # of the stages that it has where one is placed
         self.slo, self.cluster, self.cost, self.routing = slo, cluster, cost, routing
         self.rules, self.transfers = rules or BatchRules(), transfers or TransferPolicy()
         self.lanes, self.backend, self.reservation, self.ask = tuple(lanes), backend, reservation, ask
@@ -178,6 +180,7 @@ class Simulator:
         first = self.cluster.devices.index(device)
         known = self._known.get((roles, first))
         if known is None:
+            check_costs(self.cost, self.model, [device], roles)
             pools = self.model.pools(roles, self.memory_share * device.memory)
             budgets, cost = self._budgets_of(roles, place), self.rules.cost or self.cost_of(place)
             rules = replace(
