@@ -14,15 +14,20 @@ from PIL import Image, ImageFile
 
 from support.checkpoint_files import checkpoint
 from support.costly_media import (
+    avif_of_tracks,
+    avif_of_units,
     bmp_of_runs,
     chunk,
     encode,
+    jpeg_of_directories,
     jpeg_of_names,
     jpeg_of_scans,
+    movie_of_boxes,
     photograph,
     plain_ppm,
     png,
     scaled_ppm,
+    sequence_header,
     tiff_of_strips,
     wav,
 )
@@ -101,13 +106,19 @@ LONG = {
     "blocks of a Matroska": b"\x1a\x45\xdf\xa3\x80" + b"\xa3\x84\x81\0\0\0" * (SIZE // 6),
     "chunks of an AVI": b"RIFF\0\0\0\0AVI " + b"00dc\0\0\0\0" * (SIZE // 8),
     "tags of an FLV": b"FLV" + bytes(10) + (b"\x09\0\0\1" + bytes(11)) * (SIZE // 15),
+    "elements of a Matroska": b"\x1a\x45\xdf\xa3\x80" + b"\xec\x80" * (SIZE // 2),
+    "boxes of the fragments of an MP4": movie_of_boxes(SIZE),
+    "units of each item of an AVIF": avif_of_units(SIZE),
+    "headers of sequences of an AVIF": avif_of_units(SIZE, sequence_header(), 1000),
+    "samples of the tracks of an AVIF": avif_of_tracks(SIZE, 200),
+    "directories of EXIF of a JPEG": jpeg_of_directories(SIZE >> 16),
 }
 
 
 @pytest.mark.parametrize("name", LONG)
 def test_a_walk_costs_little_whatever_it_meets(name: str) -> None:
     data, spent = LONG[name], []
-    price = find_frames if name.endswith(("Matroska", "AVI", "FLV")) else price_image
+    price = find_frames if name.endswith(("Matroska", "AVI", "FLV", "MP4")) else price_image
     for _ in range(2):
         began = time.thread_time()
         with suppress(MediaProblem):

@@ -247,3 +247,68 @@ def profile_of_elements(count: int) -> bytes:
         table += struct.pack(">4sLL", name, start + len(body), len(content))
         body += content + bytes(-len(content) % 4)
     return struct.pack(">L", start + len(body)) + plain[4:8] + b"\x04\x40\0\0" + plain[12:128] + table + body
+
+
+def box(name: bytes, *content: bytes) -> bytes:
+    """Make a box of the ISO base media file format."""
+    body = b"".join(content)
+    return struct.pack(">L4s", 8 + len(body), name) + body
+
+
+def avif_of_units(size: int, unit: bytes = b"\x12\0", each: int = 32_000) -> bytes:
+    """Make an AVIF of so many bytes, whose items hold so many AV1 units each."""
+    step = each * len(unit)
+    items = range(size // step)
+    infe = (box(b"infe", b"\2\0\0\0" + struct.pack(">HH", item + 1, 0) + b"av01\0") for item in items)
+    iinf = box(b"iinf", bytes(4) + struct.pack(">H", len(items)), *infe)
+    ispe = box(b"iprp", box(b"ipco", box(b"ispe", struct.pack(">LLL", 0, 64, 64))))
+
+    def head(place: int) -> bytes:
+        places = (struct.pack(">HHHLL", item + 1, 0, 1, place + item * step, step) for item in items)
+        iloc = box(b"iloc", bytes(4) + b"\x44\0" + struct.pack(">H", len(items)), *places)
+        return box(b"ftyp", b"avif\0\0\0\0avif") + box(b"meta", bytes(4), iinf, iloc, ispe)
+
+    return head(len(head(0)) + 8) + box(b"mdat", unit * (each * len(items)))
+
+
+def avif_of_tracks(size: int, count: int) -> bytes:
+    """Make an AVIF of so many bytes, all of which are the first sample of each of its tracks."""
+    table = box(b"stsz", struct.pack(">LLL", 0, size, 1)) + box(b"stco", struct.pack(">LLL", 0, 1, 0))
+    track = box(b"trak", box(b"mdia", box(b"minf", box(b"stbl", table))))
+    ispe = box(b"iprp", box(b"ipco", box(b"ispe", struct.pack(">LLL", 0, 64, 64))))
+    return (
+        box(b"ftyp", b"avif\0\0\0\0avif")
+        + box(b"meta", bytes(4), ispe)
+        + box(b"moov", track * count)
+        + box(b"mdat", bytes(size))
+    )
+
+
+def sequence_header() -> bytes:
+    """Make an AV1 unit with the header of a sequence of 21 operating points, which is long to read."""
+    bits = "000" + "0" + "0" + "0" + "0" + f"{20:05b}" + ("0" * 12 + "00001") * 21 + f"{5:04b}{5:04b}" + "1" * 12
+    packed = np.packbits([int(each) for each in bits]).tobytes().ljust(56, b"\0")
+    return b"\x0a" + bytes((len(packed),)) + packed
+
+
+def movie_of_boxes(size: int) -> bytes:
+    """Make an MP4 of one frame, and fragments that hold so many bytes of empty boxes."""
+    entry = box(b"avc1", bytes(24), struct.pack(">HH", 64, 64), bytes(50))
+    table = box(b"stsd", struct.pack(">LL", 0, 1), entry) + box(b"stsz", struct.pack(">LLL", 0, 10, 1))
+    media = box(b"hdlr", bytes(8), b"vide", bytes(12)) + box(b"minf", box(b"stbl", table))
+    inside = box(b"free") * 32_000
+    fragments = box(b"moof", inside) * (size // len(inside))
+    return box(b"ftyp", b"isom") + box(b"moov", box(b"trak", box(b"mdia", media))) + fragments
+
+
+def jpeg_of_directories(count: int, tags: int = 5400) -> bytes:
+    """Make a JPEG with so many segments of EXIF, each of which is a directory of so many tags."""
+    entries = b"".join(struct.pack("<HHLL", 1 + tag, 3, 1, 1) for tag in range(tags))
+    plain = encode(Image.new("RGB", (16, 16)), "JPEG")
+    return jpeg_with_exif(plain, (b"II*\0" + struct.pack("<LH", 8, tags) + entries,) * count)
+
+
+def jpeg_with_exif(plain: bytes, parts: tuple[bytes, ...]) -> bytes:
+    """Put segments of EXIF before everything else of a JPEG."""
+    bodies = (b"Exif\0\0" + part for part in parts)
+    return plain[:2] + b"".join(b"\xff\xe1" + struct.pack(">H", 2 + len(body)) + body for body in bodies) + plain[2:]

@@ -6,10 +6,10 @@ import struct
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from trinity.preprocess.media_costs import MOST_FILE_PARTS
-from trinity.preprocess.media_limits import MediaProblem
+from trinity.preprocess.file_parts import Parts
 
 _SEQUENCE, _FRAME_HEADER, _FRAME, _REDUNDANT = 1, 3, 6, 7  # types of an AV1 unit
+_SEQUENCE_PARTS = 16  # a header of a sequence counts as so many parts: it is read bit by bit
 
 
 class Box(NamedTuple):
@@ -20,9 +20,9 @@ class Box(NamedTuple):
     end: int
 
 
-def walk_boxes(data: bytes, start: int, end: int) -> Iterator[Box]:
+def walk_boxes(data: bytes, start: int, end: int, parts: Parts) -> Iterator[Box]:
     """Yield the boxes between two places of a file, cut at the latter."""
-    for _ in range(MOST_FILE_PARTS):
+    for _ in parts:
         if start + 8 > end:
             return
         size, name = struct.unpack_from(">L4s", data, start)
@@ -36,14 +36,13 @@ def walk_boxes(data: bytes, start: int, end: int) -> Iterator[Box]:
             return
         yield Box(name, start + head, stop)
         start = stop
-    raise MediaProblem(f"has more than {MOST_FILE_PARTS} boxes; save it again with another program")
 
 
-def find_box(data: bytes, start: int, end: int, *names: bytes) -> Box | None:
+def find_box(data: bytes, start: int, end: int, parts: Parts, *names: bytes) -> Box | None:
     """Find the first box along a path of names; each but the last is a plain container."""
     found = None
     for name in names:
-        found = next((box for box in walk_boxes(data, start, end) if box.name == name), None)
+        found = next((box for box in walk_boxes(data, start, end, parts) if box.name == name), None)
         if found is None:
             return None
         start, end = found.start, found.end
@@ -58,23 +57,23 @@ class Av1(NamedTuple):
     frames: int
 
 
-def read_av1(data: bytes) -> Av1:
+def read_av1(data: bytes, parts: Parts) -> Av1:
     """Count the frames of AV1 data, and read the largest size that a sequence header gives them."""
     width = height = frames = at = 0
-    for _ in range(MOST_FILE_PARTS):
-        if at >= len(data):
-            return Av1(width, height, frames)
+    while at < len(data):
+        next(parts)
         head = data[at]
         kind, at = head >> 3 & 15, at + (2 if head & 4 else 1)
         size = len(data) - at
         if head & 2:
             size, at = _read_leb128(data, at)
         if kind == _SEQUENCE:
+            parts.take(_SEQUENCE_PARTS)
             sides = _read_sequence(data[at : at + 64])
             width, height = max(width, sides[0]), max(height, sides[1])
         frames += kind in (_FRAME, _FRAME_HEADER, _REDUNDANT)
         at += size
-    raise MediaProblem(f"has more than {MOST_FILE_PARTS} units of AV1; save it as a JPEG or PNG")
+    return Av1(width, height, frames)
 
 
 def _read_leb128(data: bytes, at: int) -> tuple[int, int]:

@@ -1,8 +1,8 @@
 """Prices of encoded images: one table of the accepted formats, each with a walk over its structure.
 
 ``price_image`` finds the format, the size and the price of a file from its header and the skeleton of its parts: scans
-of a JPEG, chunks of a PNG, strips of a TIFF, coded frames of an AVIF. It decodes nothing, and looks at
-``MOST_FILE_PARTS`` parts at most. What a header claims is charged even where the file ends early.
+of a JPEG, chunks of a PNG, strips of a TIFF, coded frames of an AVIF. It decodes nothing, and looks at so many parts of
+a file as its one counter allows (``Parts``). What a header claims is charged even where the file ends early.
 
 Constants are nanoseconds a pixel, sample or byte, measured with Pillow 13 where the reference decode of ``media_costs``
 takes 2.2 ns a pixel. They stand near the expensive end of what files of a format cost.
@@ -13,13 +13,15 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import numpy as np
 
 from trinity.preprocess.boxes import Box, find_box, read_av1, walk_boxes
-from trinity.preprocess.media_costs import MOST_FILE_PARTS, Price
+from trinity.preprocess.file_parts import Parts
+from trinity.preprocess.media_costs import Price
 from trinity.preprocess.media_limits import MediaProblem
 
 if TYPE_CHECKING:
@@ -63,7 +65,7 @@ class _Walked(NamedTuple):
 class _Format(NamedTuple):
     name: str
     accepts: Callable[[bytes], bool]  # given its first 32 bytes
-    walk: Callable[[bytes], _Walked]
+    walk: Callable[[bytes, Parts], _Walked]
 
 
 def price_image(data: bytes) -> ImagePrice:
@@ -77,7 +79,7 @@ def price_image(data: bytes) -> ImagePrice:
     else:
         raise MediaProblem(_explain_unknown(head))
     try:
-        found = known.walk(data)
+        found = known.walk(data, Parts(instead="save it again as a plain JPEG or PNG"))
     except (struct.error, IndexError, ValueError) as exc:
         raise MediaProblem(f"is a {known.name} whose header cannot be read; is it truncated or corrupt?") from exc
     what = f"is a {known.name} of {found.width} x {found.height} pixels{found.why}"
@@ -140,10 +142,6 @@ def _explain_unknown(head: bytes) -> str:
     return f"is not an image in a supported format ({known}), or is corrupt"
 
 
-def _too_many(parts: str) -> MediaProblem:
-    return MediaProblem(f"has more than {MOST_FILE_PARTS} {parts}; save it again as a plain JPEG or PNG")
-
-
 # ---------------------------------------------------------------------------------------------- JPEG
 
 _MARKER = re.compile(rb"\xff([^\xff\x00\xd0-\xd7])", re.DOTALL)
@@ -156,12 +154,12 @@ _TABLE_BYTE_NS = 150.0  # of quantization tables, which Pillow unpacks
 _JPEG_BYTE_NS, _PROGRESSIVE_BYTE_NS, _ARITHMETIC_BYTE_NS, _ARITHMETIC_SAMPLE_NS = 10.0, 28.0, 150.0, 4.0
 
 
-def _walk_jpeg(data: bytes) -> _Walked:
+def _walk_jpeg(data: bytes, parts: Parts) -> _Walked:
     """Count the scans of a JPEG and the samples that each covers."""
     kind = width = height = channels = 0
     components: dict[int, float] = {}
     scans, scanned, setup, exif, at, before_scan, profile = 0, 0.0, 0.0, 0, 2, 2, False
-    for _ in range(MOST_FILE_PARTS):
+    for _ in parts:
         found = _MARKER.search(data, at)
         if found is None:
             break
@@ -187,13 +185,11 @@ def _walk_jpeg(data: bytes) -> _Walked:
             setup += _TABLE_BYTE_NS * length
         elif marker == 0xE1 and body.startswith(b"Exif\0\0"):
             exif += length  # each is joined to those before
-            setup += _COPY_NS * exif + _price_tags(body[6:])
+            setup += _COPY_NS * exif + _price_tags(body[6:], parts)
         elif marker == 0xE2 and body.startswith(b"ICC_PROFILE\0"):
             profile = True
         elif marker == 0xED:
             setup += _PART_NS * body.count(b"8BIM")
-    else:
-        raise _too_many("segments")
     samples = sum(components.values())
     if not scans or not samples:
         raise ValueError("no scan")
@@ -237,13 +233,13 @@ _TYPE_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 1, 7: 1, 8: 2, 9: 4, 10: 8, 11: 
 _Entry = tuple[int, int, int]  # type, count, place of the value
 
 
-def _price_tags(tiff: bytes) -> float:
+def _price_tags(tiff: bytes, parts: Parts) -> float:
     """Price the tags of EXIF data as nanoseconds: those of its first directory, and of the directories in it."""
     try:
-        entries, tags = _read_tags(tiff)
+        entries, tags = _read_tags(tiff, parts)
         for name in _SUB_TAGS:
             if name in entries:
-                tags += len(_read_directory(tiff, _number(tiff, entries[name])))
+                tags += len(_read_directory(tiff, _number(tiff, entries[name]), parts))
     except (struct.error, IndexError, ValueError):
         return _PART_NS
     values = sum(_TYPE_BYTES.get(kind, 1) * count for kind, count, _ in entries.values())
@@ -264,27 +260,27 @@ def _order(data: bytes) -> str:
     return order
 
 
-def _read_tags(data: bytes) -> tuple[dict[int, _Entry], int]:
+def _read_tags(data: bytes, parts: Parts) -> tuple[dict[int, _Entry], int]:
     """Read the first directory of a TIFF, and count its entries."""
     order = _order(data)
     if struct.unpack_from(order + "H", data, 2)[0] == 43:
         start = struct.unpack_from(order + "Q", data, 8)[0]
     else:
         start = struct.unpack_from(order + "L", data, 4)[0]
-    entries = _read_directory(data, start)
+    entries = _read_directory(data, start, parts)
     return entries, len(entries)
 
 
-def _read_directory(data: bytes, start: int) -> dict[int, _Entry]:
+def _read_directory(data: bytes, start: int, parts: Parts) -> dict[int, _Entry]:
     order = _order(data)
     large = struct.unpack_from(order + "H", data, 2)[0] == 43
     head, form, inline = (8, "HHQQ", 8) if large else (2, "HHLL", 4)
     count = struct.unpack_from(order + ("Q" if large else "H"), data, start)[0]
     size = struct.calcsize(order + form)
     entries: dict[int, _Entry] = {}
-    if count > MOST_FILE_PARTS:
-        raise _too_many("tags")
-    for number in range(min(count, (len(data) - start) // size)):
+    count = max(0, min(count, (len(data) - start) // size))
+    parts.take(count)
+    for number in range(count):
         place = start + head + number * size
         tag, kind, values, offset = struct.unpack_from(order + form, data, place)
         if _TYPE_BYTES.get(kind, 1) * values <= inline:
@@ -318,14 +314,14 @@ _MOST_TEXT = 1 << 20  # bytes that Pillow inflates of a compressed text
 _DEFLATE = 1032  # bytes that one byte of deflate data becomes at most
 
 
-def _walk_png(data: bytes) -> _Walked:
+def _walk_png(data: bytes, parts: Parts) -> _Walked:
     """Walk the chunks of a PNG: what they inflate to, and the rows of the first image."""
     length, name, width, height, bits, colour, _, _, interlaced = struct.unpack_from(">L4sLLBBBBB", data, 8)
     channels = _PNG_CHANNELS.get(colour)
     if name != b"IHDR" or channels is None or bits not in (1, 2, 4, 8, 16):
         raise ValueError("no IHDR")
     at, coded, setup, text, profile = 8, 0, 0.0, 0, False
-    for _ in range(MOST_FILE_PARTS):
+    for _ in parts:
         if at + 8 > len(data):
             break
         length, name = struct.unpack_from(">L4s", data, at)
@@ -337,12 +333,10 @@ def _walk_png(data: bytes) -> _Walked:
             inflated = min(_MOST_TEXT, length * _DEFLATE)
             text, setup = text + inflated, setup + 3.0 * inflated + _COPY_NS * 4 * length
         elif name == b"eXIf":
-            setup += _price_tags(data[at + 8 : at + 8 + length])
+            setup += _price_tags(data[at + 8 : at + 8 + length], parts)
         elif name == b"IEND":
             break
         at += 12 + length
-    else:
-        raise _too_many("chunks")
     pixels = width * height
     raw = height * (1 + (width * channels * bits + 7) // 8)
     nanoseconds = _FILTERED_NS * raw + _INFLATED_NS * coded + 0.8 * pixels + setup
@@ -358,34 +352,33 @@ def _walk_png(data: bytes) -> _Walked:
 _LZW_PIXEL_NS, _LZW_BYTE_NS = 2.5, 4.0
 
 
-def _walk_gif(data: bytes) -> _Walked:
+def _walk_gif(data: bytes, parts: Parts) -> _Walked:
     """Walk a GIF up to its first image, the only one that is read. It may be larger than the canvas."""
     width, height, flags = struct.unpack_from("<HHB", data, 6)
     at = 13 + (3 << ((flags & 7) + 1) if flags & 128 else 0)
-    parts, setup = 0, 0.0
-    while parts <= MOST_FILE_PARTS:
+    setup = 0.0
+    for seen in parts:
         kind = data[at]
         if kind == 0x2C:
             left, top, columns, rows = struct.unpack_from("<HHHH", data, at + 1)
             width, height = max(width, left + columns), max(height, top + rows)
             pixels = width * height
-            coded = _gif_codes(data, at)
-            nanoseconds = _LZW_PIXEL_NS * pixels + _LZW_BYTE_NS * coded + setup + _PART_NS * parts
+            coded = _gif_codes(data, at, parts)
+            nanoseconds = _LZW_PIXEL_NS * pixels + _LZW_BYTE_NS * coded + setup + _PART_NS * seen
             return _Walked(width, height, "P", nanoseconds, pixels + 32 * width)
         at += 2 if kind == 0x21 else 1
-        while kind == 0x21 and parts <= MOST_FILE_PARTS:
-            size, parts = data[at], parts + 1
-            setup, at = setup + _COPY_NS * 255 * parts, at + 1 + size
+        while kind == 0x21:
+            size = data[at]
+            setup, at = setup + _COPY_NS * 255 * next(parts), at + 1 + size
             if not size:
                 break
-        parts += 1
-    raise _too_many("blocks before its image")
+    raise ValueError("no image")
 
 
-def _gif_codes(data: bytes, at: int) -> int:
-    """Count the bytes from an image's descriptor to the end of its codes."""
+def _gif_codes(data: bytes, at: int, parts: Parts) -> int:
+    """Count the bytes from an image's descriptor to the end of its codes, or of the file after many blocks."""
     place = at + 11 + (3 << ((data[at + 9] & 7) + 1) if data[at + 9] & 128 else 0)
-    for _ in range(MOST_FILE_PARTS):
+    for _ in range(parts.left):
         if place >= len(data) or not data[place]:
             return min(place, len(data)) - at
         place += 1 + data[place]
@@ -397,11 +390,11 @@ def _gif_codes(data: bytes, at: int) -> int:
 _LOSSY_NS, _LOSSY_BYTE_NS, _LOSSLESS_NS, _LOSSLESS_BYTE_NS, _CANVAS_NS = 5.0, 30.0, 5.0, 5.0, 2.0
 
 
-def _walk_webp(data: bytes) -> _Walked:
+def _walk_webp(data: bytes, parts: Parts) -> _Walked:
     """Walk the chunks of a WebP up to its first frame, the only one that is read, on its canvas."""
     width = height = 0
     at, nanoseconds, frames, profile = 12, 0.0, 0, False
-    for _ in range(MOST_FILE_PARTS):
+    for _ in parts:
         if at + 8 > len(data):
             break
         name, length = data[at : at + 4], int.from_bytes(data[at + 4 : at + 8], "little")
@@ -421,10 +414,8 @@ def _walk_webp(data: bytes) -> _Walked:
             at += 16  # its chunks lie inside
             length = 0
         elif name == b"EXIF":
-            nanoseconds += _price_tags(data[at + 8 : at + 8 + length].removeprefix(b"Exif\0\0"))
+            nanoseconds += _price_tags(data[at + 8 : at + 8 + length].removeprefix(b"Exif\0\0"), parts)
         at += 8 + length + (length & 1)
-    else:
-        raise _too_many("chunks")
     if not frames:
         raise ValueError("no frame")
     pixels = width * height
@@ -456,7 +447,7 @@ _COLOUR_NS = 250.0  # of a palette
 _BMP_MODES = {1: "P", 4: "P", 8: "P", 16: "RGB", 24: "RGB", 32: "RGBA"}
 
 
-def _walk_bmp(data: bytes) -> _Walked:
+def _walk_bmp(data: bytes, _parts: Parts) -> _Walked:
     size = struct.unpack_from("<L", data, 14)[0]
     if size == 12:
         width, height, _, bits = struct.unpack_from("<HHHH", data, 18)
@@ -480,7 +471,7 @@ _PPM_HEAD_BYTES = 4096
 _PPM_SAMPLE_NS = 500.0  # a sample that Pillow scales by itself
 
 
-def _walk_ppm(data: bytes) -> _Walked:
+def _walk_ppm(data: bytes, _parts: Parts) -> _Walked:
     found = _PPM_HEADER.match(data[:_PPM_HEAD_BYTES])
     if found is None:
         raise ValueError("no header")
@@ -520,9 +511,9 @@ _STRIP_NS = 3_000.0
 _PHOTO_MODES = {2: "RGB", 3: "P", 5: "CMYK", 6: "RGB", 8: "LAB"}
 
 
-def _walk_tiff(data: bytes) -> _Walked:
+def _walk_tiff(data: bytes, parts: Parts) -> _Walked:
     """Walk the strips or tiles of a TIFF's first image, the only one that is read."""
-    tags, count = _read_tags(data)
+    tags, count = _read_tags(data, parts)
 
     def one(tag: int, default: int) -> int:
         return _number(data, tags[tag]) if tag in tags else default
@@ -581,25 +572,29 @@ _REFUSED: tuple[tuple[bytes, str], ...] = (
 # ---------------------------------------------------------------------------------------------- AVIF
 
 _AV1_NS, _AV1_BYTE_NS = 9.0, 70.0
+_MOST_SHARED = 2  # times the bytes of a file, in its items and samples together
+_SHARED = "is an AVIF whose items share their bytes; save it as a JPEG or PNG"
 _AV1_HELD = 24  # bytes a pixel: planes of two frames, and two copies in RGBA
 
 
-def _walk_avif(data: bytes) -> _Walked:
+def _walk_avif(data: bytes, parts: Parts) -> _Walked:
     """Sum the coded items of an AVIF: its tiles, its alpha, and frames that are not shown. A sequence counts as one."""
-    meta = find_box(data, 0, len(data), b"meta")
+    meta = find_box(data, 0, len(data), parts, b"meta")
     if meta is None:
         raise MediaProblem("is an AVIF without an image item; give one of its frames")
-    inside = {box.name: box for box in walk_boxes(data, meta.start + 4, meta.end)}
-    coded = _avif_items(data, inside[b"iinf"]) if b"iinf" in inside else set()
-    extents = _avif_places(data, inside) if b"iloc" in inside else {}
-    width, height = _avif_size(data, inside)
+    inside = {box.name: box for box in walk_boxes(data, meta.start + 4, meta.end, parts)}
+    coded = _avif_items(data, inside[b"iinf"], parts) if b"iinf" in inside else set()
+    extents = _avif_places(data, inside, parts) if b"iloc" in inside else {}
+    width, height = _avif_size(data, inside, parts)
     nanoseconds, pixels, bits, frames = 0.0, 0, 0, 0
     contents = [b"".join(data[start:end] for start, end in extents[item]) for item in sorted(coded & extents.keys())]
-    for content in [*contents, *_first_samples(data)]:
-        found = read_av1(content)
+    for content in chain(contents, _first_samples(data, parts)):
+        found = read_av1(content, parts)
         frames += found.frames
         pixels += found.width * found.height * found.frames
         bits += len(content)
+        if bits > _MOST_SHARED * len(data):
+            raise MediaProblem(_SHARED)
         width, height = max(width, 1), max(height, 1)
     nanoseconds = _AV1_NS * max(pixels, width * height) + _AV1_BYTE_NS * bits
     why = f" of {frames} coded frames and {bits} bytes"
@@ -608,12 +603,14 @@ def _walk_avif(data: bytes) -> _Walked:
     return _Walked(width, height, "RGBA", nanoseconds, held, why, "save it as a JPEG or PNG", profile)
 
 
-def _first_samples(data: bytes) -> Iterator[bytes]:
+def _first_samples(data: bytes, parts: Parts) -> Iterator[bytes]:
     """Yield the first sample of each track of a sequence: its colours, and its alpha."""
-    movie = find_box(data, 0, len(data), b"moov")
-    for track in walk_boxes(data, movie.start, movie.end) if movie else ():
-        table = find_box(data, track.start, track.end, b"mdia", b"minf", b"stbl") if track.name == b"trak" else None
-        boxes = {box.name: box.start for box in walk_boxes(data, table.start, table.end)} if table else {}
+    movie = find_box(data, 0, len(data), parts, b"moov")
+    for track in walk_boxes(data, movie.start, movie.end, parts) if movie else ():
+        if track.name != b"trak":
+            continue
+        table = find_box(data, track.start, track.end, parts, b"mdia", b"minf", b"stbl")
+        boxes = {box.name: box.start for box in walk_boxes(data, table.start, table.end, parts)} if table else {}
         if b"stsz" not in boxes or not boxes.keys() & {b"stco", b"co64"}:
             continue
         each, _, first = struct.unpack_from(">LLL", data, boxes[b"stsz"] + 4)
@@ -622,11 +619,11 @@ def _first_samples(data: bytes) -> Iterator[bytes]:
         yield data[place : place + (each or first)]
 
 
-def _avif_items(data: bytes, box: Box) -> set[int]:
+def _avif_items(data: bytes, box: Box, parts: Parts) -> set[int]:
     """List the items that are coded as AV1."""
     first = box.start + (6 if data[box.start] == 0 else 8)
     found = set()
-    for entry in walk_boxes(data, first, box.end):
+    for entry in walk_boxes(data, first, box.end, parts):
         wide = data[entry.start] == 3
         number = int.from_bytes(data[entry.start + 4 : entry.start + (8 if wide else 6)], "big")
         at = entry.start + (10 if wide else 8)
@@ -635,7 +632,7 @@ def _avif_items(data: bytes, box: Box) -> set[int]:
     return found
 
 
-def _avif_places(data: bytes, inside: dict[bytes, Box]) -> dict[int, list[tuple[int, int]]]:
+def _avif_places(data: bytes, inside: dict[bytes, Box], parts: Parts) -> dict[int, list[tuple[int, int]]]:
     """Read where the bytes of each item lie. Raises ``MediaProblem`` if items share their bytes many times."""
     box = inside[b"iloc"]
     version, at = data[box.start], box.start + 4
@@ -651,8 +648,9 @@ def _avif_places(data: bytes, inside: dict[bytes, Box]) -> dict[int, list[tuple[
         return int.from_bytes(data[at - count : at], "big")
 
     places: dict[int, list[tuple[int, int]]] = {}
-    parts = held = 0
+    held = 0
     for _ in range(take(4 if version == 2 else 2)):
+        next(parts)
         item = take(4 if version == 2 else 2)
         inner = version in (1, 2) and take(2) & 15 == 1
         take(2)
@@ -662,20 +660,21 @@ def _avif_places(data: bytes, inside: dict[bytes, Box]) -> dict[int, list[tuple[
             start, length = base + take(offset_size), take(length_size)
             end = min(len(data), start + length) if length else len(data)
             places.setdefault(item, []).append((start, max(start, end)))
-            parts, held = parts + 1, held + max(0, end - start)
-            if parts > MOST_FILE_PARTS or held > 2 * len(data):
-                raise MediaProblem("is an AVIF whose items share their bytes; save it as a JPEG or PNG")
+            held += max(0, end - start)
+            if next(parts) and held > _MOST_SHARED * len(data):
+                raise MediaProblem(_SHARED)
     return places
 
 
-def _avif_size(data: bytes, inside: dict[bytes, Box]) -> tuple[int, int]:
+def _avif_size(data: bytes, inside: dict[bytes, Box], parts: Parts) -> tuple[int, int]:
     """Find the largest size that an item has."""
-    found = find_box(data, inside[b"iprp"].start, inside[b"iprp"].end, b"ipco") if b"iprp" in inside else None
+    properties = inside.get(b"iprp")
+    found = properties and find_box(data, properties.start, properties.end, parts, b"ipco")
     if found is None:
         raise ValueError("no size")
     sizes = [
         struct.unpack_from(">LL", data, box.start + 4)
-        for box in walk_boxes(data, found.start, found.end)
+        for box in walk_boxes(data, found.start, found.end, parts)
         if box.name == b"ispe"
     ]
     width, height = max(sizes, key=lambda each: each[0] * each[1])

@@ -19,7 +19,6 @@ import msgspec
 from trinity.errors import RequestTooLarge
 from trinity.preprocess.media_limits import MediaLimits, MediaProblem, advise_less
 
-MOST_FILE_PARTS = 1 << 15  # segments, chunks, blocks of a file: readers spend a few microseconds of Python on each
 _SIDE = 512  # pixels, of the square reference JPEG
 _REFERENCE_NS = 2.2 * _SIDE * _SIDE  # its decode, in nanoseconds of the machine that the tables were measured on
 _TRIES = 7  # decodes of the reference, of which the shortest counts

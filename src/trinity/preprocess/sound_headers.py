@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from typing import NamedTuple
 
-from trinity.preprocess.media_costs import MOST_FILE_PARTS
+from trinity.preprocess.file_parts import Parts
 from trinity.preprocess.media_limits import MediaProblem
 
 _BYTE_NS = 1.0  # a byte that is read and looked through
@@ -62,7 +62,7 @@ def read_sound(data: bytes) -> Sound:
 
 def _read_wav(data: bytes) -> Sound:
     at, large, form = 12, 0, b""
-    for _ in range(MOST_FILE_PARTS):
+    for _ in Parts(what="chunks"):
         name, size = struct.unpack_from("<4sL", data, at)
         body = at + 8
         if name == b"ds64":
@@ -72,8 +72,6 @@ def _read_wav(data: bytes) -> Sound:
         elif name == b"data":
             break
         at = body + size + (size & 1)
-    else:
-        raise MediaProblem(f"has more than {MOST_FILE_PARTS} chunks; save it again")
     tag, channels, rate, _, block, bits = struct.unpack_from("<HHLLHH", form)
     if tag == _EXTENSIBLE:
         tag = struct.unpack_from("<H", form, 24)[0]

@@ -21,7 +21,7 @@ from trinity.preprocess.clips import Frames, check_size
 from trinity.preprocess.media_costs import check_price
 from trinity.preprocess.media_limits import MediaLimits, MediaProblem
 from trinity.preprocess.media_sources import check_bytes, read_data_uri, read_file
-from trinity.preprocess.video_prices import CODECS, CodedFrames, find_frames, most_packets, price_frames
+from trinity.preprocess.video_prices import CODECS, CodedFrames, count_packets, find_frames, price_frames
 
 _BYTES = "max_video_bytes"
 _CONTAINERS = "avi,flv,matroska,mov,mpeg,mpegts,ogg"  # none of them reads other files
@@ -126,10 +126,9 @@ def _find_stream(container: Any, limits: MediaLimits, decodes: bool) -> Any:
 def _count_frames(container: Any, stream: Any, data: bytes, scans: int) -> CodedFrames:
     """Count packets of the stream, which are its frames, and their bytes, without decoding any."""
     count = coded = number = 0
-    most = most_packets(len(data))
-    for number, packet in enumerate(container.demux()):
-        if number >= most:
-            raise MediaProblem(f"has more than {most} packets in {len(data)} bytes; give a shorter video")
+    parts = count_packets(len(data))
+    for packet in container.demux():
+        number = next(parts)
         if packet.stream.index == stream.index and packet.size > 0:
             count, coded = count + 1, coded + packet.size
     if count == 0:

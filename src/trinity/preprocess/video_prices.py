@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from trinity.preprocess.boxes import Box, find_box, walk_boxes
+from trinity.preprocess.file_parts import Parts
 from trinity.preprocess.media_costs import Price
 from trinity.preprocess.media_limits import MediaProblem
 
@@ -72,9 +73,9 @@ class CodedFrames(NamedTuple):
     fps: float = 0.0
 
 
-def most_packets(size: int) -> int:
-    """Return how many packets a file of so many bytes may have: looking at more would cost more than its bytes may."""
-    return min(1 << 20, 25_000 + size // 100)
+def count_packets(size: int) -> Parts:
+    """Return a counter of packets of a file of so many bytes: looking at more would cost more than its bytes may."""
+    return Parts(min(1 << 20, 25_000 + size // 100), f"packets in {size} bytes", "give a shorter video")
 
 
 def price_frames(found: CodedFrames, kept: int) -> Price:
@@ -104,7 +105,7 @@ def find_frames(data: bytes) -> CodedFrames:
             "QuickTime, WebM), or is corrupt"
         )
     try:
-        found = walk(data)
+        found = walk(data, count_packets(len(data)))
     except (struct.error, IndexError, ValueError) as exc:
         raise MediaProblem("has a header of video that cannot be read; is it truncated or corrupt?") from exc
     if found.codec == "mjpeg":
@@ -113,39 +114,34 @@ def find_frames(data: bytes) -> CodedFrames:
     return found
 
 
-def _too_many(size: int) -> MediaProblem:
-    return MediaProblem(f"has more than {most_packets(size)} packets in {size} bytes; give a shorter video")
-
-
 # ---------------------------------------------------------------------------------------------- MP4 and QuickTime
 
 
-def _walk_mov(data: bytes) -> CodedFrames:
+def _walk_mov(data: bytes, parts: Parts) -> CodedFrames:
     """Read the sample tables of the first track of video, and the runs of its fragments."""
-    movie = find_box(data, 0, len(data), b"moov")
+    movie = find_box(data, 0, len(data), parts, b"moov")
     if movie is None:
         raise ValueError("no moov")
-    for track in (box for box in walk_boxes(data, movie.start, movie.end) if box.name == b"trak"):
-        media = find_box(data, track.start, track.end, b"mdia")
-        handler = media and find_box(data, media.start, media.end, b"hdlr")
+    for track in (box for box in walk_boxes(data, movie.start, movie.end, parts) if box.name == b"trak"):
+        media = find_box(data, track.start, track.end, parts, b"mdia")
+        handler = media and find_box(data, media.start, media.end, parts, b"hdlr")
         if media and handler and data[handler.start + 8 : handler.start + 12] == b"vide":
             break
     else:
         raise MediaProblem("has no stream of video")
-    table = find_box(data, media.start, media.end, b"minf", b"stbl")
+    table = find_box(data, media.start, media.end, parts, b"minf", b"stbl")
     if table is None:
         raise ValueError("no table")
-    boxes = {box.name: box for box in walk_boxes(data, table.start, table.end)}
+    boxes = {box.name: box for box in walk_boxes(data, table.start, table.end, parts)}
     entry = boxes[b"stsd"].start + 8
     name = data[entry + 4 : entry + 8]
     width, height = struct.unpack_from(">HH", data, entry + 8 + 24)
     count, coded = _sample_sizes(data, boxes)
-    more, bytes_more = _count_fragments(data)
+    more, bytes_more = _count_fragments(data, parts)
     count, coded = count + more, coded + bytes_more
-    if count > most_packets(len(data)):
-        raise _too_many(len(data))
+    count_packets(len(data)).take(count)
     codec = _FOURCC.get(name, name.decode("latin-1"))
-    return CodedFrames(codec, width, height, count, coded, count, fps=_mov_rate(data, media, boxes, count))
+    return CodedFrames(codec, width, height, count, coded, count, fps=_mov_rate(data, media, parts, count))
 
 
 def _sample_sizes(data: bytes, boxes: dict[bytes, Box]) -> tuple[int, int]:
@@ -161,21 +157,21 @@ def _sample_sizes(data: bytes, boxes: dict[bytes, Box]) -> tuple[int, int]:
     return count, int(np.frombuffer(data, ">u4", listed, box.start + 12).sum(dtype=np.int64))
 
 
-def _count_fragments(data: bytes) -> tuple[int, int]:
+def _count_fragments(data: bytes, parts: Parts) -> tuple[int, int]:
     count = coded = 0
-    for box in walk_boxes(data, 0, len(data)):
+    for box in walk_boxes(data, 0, len(data), parts):
         if box.name == b"mdat":
             coded += box.end - box.start
         if box.name != b"moof":
             continue
-        for part in walk_boxes(data, box.start, box.end):
-            runs = walk_boxes(data, part.start, part.end) if part.name == b"traf" else ()
+        for part in walk_boxes(data, box.start, box.end, parts):
+            runs = walk_boxes(data, part.start, part.end, parts) if part.name == b"traf" else ()
             count += sum(struct.unpack_from(">L", data, run.start + 4)[0] for run in runs if run.name == b"trun")
     return (count, coded) if count else (0, 0)
 
 
-def _mov_rate(data: bytes, media: Box, boxes: dict[bytes, Box], count: int) -> float:
-    head = find_box(data, media.start, media.end, b"mdhd")
+def _mov_rate(data: bytes, media: Box, parts: Parts, count: int) -> float:
+    head = find_box(data, media.start, media.end, parts, b"mdhd")
     if head is None or not count:
         return 0.0
     long = data[head.start] == 1
@@ -205,12 +201,13 @@ def _element(data: bytes, at: int) -> tuple[int, int, int]:
     return name, at + length, -1 if value == (1 << 7 * length) - 1 else value
 
 
-def _walk_matroska(data: bytes) -> CodedFrames:
+def _walk_matroska(data: bytes, parts: Parts) -> CodedFrames:
     """Count the blocks of the first track of video."""
     tracks: list[dict[int, Any]] = []
     counts: dict[int, list[int]] = {}
-    at, packets, most = 0, 0, most_packets(len(data))
+    at = packets = 0
     while at + 2 < len(data):
+        next(parts)
         name, start, size = _element(data, at)
         if name == _TRACK:
             tracks.append({})
@@ -221,8 +218,6 @@ def _walk_matroska(data: bytes) -> CodedFrames:
             raise ValueError("no size")
         if name in _BLOCKS:
             packets += 1
-            if packets > most:
-                raise _too_many(len(data))
             number, laced = data[start] & 127, data[start + 3] & 6
             counted = counts.setdefault(number, [0, 0])
             counted[0] += data[start + 4] + 1 if laced else 1
@@ -246,17 +241,15 @@ def _walk_matroska(data: bytes) -> CodedFrames:
 # ---------------------------------------------------------------------------------------------- AVI
 
 
-def _walk_avi(data: bytes) -> CodedFrames:
+def _walk_avi(data: bytes, parts: Parts) -> CodedFrames:
     """Count the chunks of the first stream of video, or the entries of its index, which may name one repeatedly."""
-    at, packets, most, stream, number = 0, 0, most_packets(len(data)), -1, -1
+    at, packets, stream, number = 0, 0, -1, -1
     counts: dict[bytes, list[int]] = {}
     found: tuple[str, int, int, float] | None = None
     video, rate = False, 0.0
     while at + 8 <= len(data):
         name, size = struct.unpack_from("<4sL", data, at)
-        start, packets = at + 8, packets + 1
-        if packets > most:
-            raise _too_many(len(data))
+        start, packets = at + 8, next(parts)
         if name in (b"RIFF", b"LIST"):
             at = start + 4
             continue
@@ -290,7 +283,7 @@ _STARTS = {  # beginnings of pictures, by codec
 }  # fmt: skip
 
 
-def _walk_stream(data: bytes) -> CodedFrames:
+def _walk_stream(data: bytes, _parts: Parts) -> CodedFrames:
     """Count beginnings of pictures in a stream of packets that has no table; its size in pixels is that of full HD."""
     counts = {codec: data.count(start) for codec, start in _STARTS.items()}
     codec = max(counts, key=lambda each: counts[each])
@@ -302,12 +295,10 @@ def _walk_stream(data: bytes) -> CodedFrames:
     return CodedFrames(codec, width, height, max(1, counts[codec]), len(data), len(data) // 188)
 
 
-def _walk_flv(data: bytes) -> CodedFrames:
-    at, count, coded, packets, most, codec = 13, 0, 0, 0, most_packets(len(data)), "h264"
+def _walk_flv(data: bytes, parts: Parts) -> CodedFrames:
+    at, count, coded, packets, codec = 13, 0, 0, 0, "h264"
     while at + 11 <= len(data):
-        kind, size, packets = data[at] & 31, int.from_bytes(data[at + 1 : at + 4], "big"), packets + 1
-        if packets > most:
-            raise _too_many(len(data))
+        kind, size, packets = data[at] & 31, int.from_bytes(data[at + 1 : at + 4], "big"), next(parts)
         if kind == 9 and size:
             count, coded = count + 1, coded + size
             codec = "flv" if data[at + 11] & 15 == 2 else "h264"
@@ -321,17 +312,15 @@ def _walk_flv(data: bytes) -> CodedFrames:
     return CodedFrames(codec, width, height, count, coded, packets)
 
 
-def _walk_ogg(data: bytes) -> CodedFrames:
+def _walk_ogg(data: bytes, parts: Parts) -> CodedFrames:
     """Read the size from Theora's header, and count packets by the lacing of all pages."""
     at = data.find(b"\x80theora")
     if at < 0:
         raise MediaProblem("has no stream of video")
     width, height = (16 * each for each in struct.unpack_from(">HH", data, at + 10))
-    place, count, pages = 0, 0, 0
+    place = count = 0
     while place + 27 <= len(data) and data[place : place + 4] == b"OggS":
-        pages += 1
-        if pages > most_packets(len(data)):
-            raise _too_many(len(data))
+        next(parts)
         lacing = data[place + 27 : place + 27 + data[place + 26]]
         count += len(lacing) - lacing.count(b"\xff")
         place += 27 + len(lacing) + sum(lacing)
@@ -339,7 +328,7 @@ def _walk_ogg(data: bytes) -> CodedFrames:
 
 
 _BOXES = (b"ftyp", b"moov", b"mdat", b"wide", b"free", b"skip", b"pnot")
-_CONTAINERS: tuple[tuple[Callable[[bytes], bool], Callable[[bytes], CodedFrames]], ...] = (
+_CONTAINERS: tuple[tuple[Callable[[bytes], bool], Callable[[bytes, Parts], CodedFrames]], ...] = (
     (lambda head: head[4:8] in _BOXES, _walk_mov),
     (lambda head: head.startswith(b"\x1a\x45\xdf\xa3"), _walk_matroska),
     (lambda head: head.startswith(b"RIFF") and head[8:12] == b"AVI ", _walk_avi),
