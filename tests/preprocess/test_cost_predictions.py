@@ -227,12 +227,18 @@ FROM_OUTSIDE: dict[str, Callable[[], bytes]] = {
         Image.new("RGB", (64, 64)), "TIFF", icc_profile=made.profile_of_elements(1000)
     ),
     "PNG of empty blocks": lambda: made.png_of_empty_blocks(20_000),
+    "PNG whose EXIF is a text": lambda: made.png(
+        64, 64, extra=made.chunk(b"tEXt", b"exif\0" + made.exif_of_one_tag(200_000))
+    ),
+    "TIFF whose EXIF has ratios": lambda: made.tiff_of_exif(200_000),
+    "JPEG whose EXIF lies in many segments": lambda: made.jpeg_of_joined_exif(40),
     "BMP of short rows": lambda: made.bmp_of_short_rows(1500, 1500),
     "GIF of clear codes": lambda: made.gif_of_clear_codes(3_000_000),
     "TIFF of shared scans": lambda: made.tiff_of_shared_scans(6, 80),
 }
 
 
+@pytest.mark.filterwarnings("ignore:Metadata Warning")
 @pytest.mark.parametrize("name", FROM_OUTSIDE)
 def test_images_that_cost_more_than_predicted_before(name: str) -> None:
     check_sample(of_image(FROM_OUTSIDE[name](), False))

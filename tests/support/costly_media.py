@@ -149,8 +149,11 @@ def exif_of_ratios(count: int) -> bytes:
     return b"II*\0" + struct.pack("<LH", 8, 2) + tags + bytes(4) + b"\1\2\3\4" * (2 * count)
 
 
-def png_of_empty_blocks(count: int) -> bytes:
-    """Make a PNG with so many blocks of deflate before its rows, which have tables of codes and nothing else."""
+def png_of_empty_blocks(count: int, name: bytes = b"IDAT") -> bytes:
+    """Make a PNG with so many blocks of deflate before its rows, which have tables of codes and nothing else.
+
+    ``name``: of the chunk that holds them; the two bytes before them stand in a chunk IDAT of their own.
+    """
     bits: list[int] = []
 
     def put(value: int, length: int) -> None:
@@ -168,7 +171,11 @@ def png_of_empty_blocks(count: int) -> bytes:
     packed = zlib.compressobj(9, zlib.DEFLATED, -15)
     data = b"\x78\x9c" + blocks + packed.compress(rows) + packed.flush() + struct.pack(">I", zlib.adler32(rows))
     head = chunk(b"IHDR", struct.pack(">IIBBBBB", 16, 16, 8, 0, 0, 0, 0))
-    return b"\x89PNG\r\n\x1a\n" + head + chunk(b"IDAT", data) + chunk(b"IEND", b"")
+    body = data[2:]
+    if name == b"fdAT":
+        head += chunk(b"fcTL", struct.pack(">LLLLLHHBB", 0, 16, 16, 0, 0, 1, 1, 0, 0))
+        body = struct.pack(">L", 1) + body
+    return b"\x89PNG\r\n\x1a\n" + head + chunk(b"IDAT", data[:2]) + chunk(name, body) + chunk(b"IEND", b"")
 
 
 def bmp_of_short_rows(width: int, height: int) -> bytes:
@@ -312,3 +319,57 @@ def jpeg_with_exif(plain: bytes, parts: tuple[bytes, ...]) -> bytes:
     """Put segments of EXIF before everything else of a JPEG."""
     bodies = (b"Exif\0\0" + part for part in parts)
     return plain[:2] + b"".join(b"\xff\xe1" + struct.pack(">H", 2 + len(body)) + body for body in bodies) + plain[2:]
+
+
+def png_of_headers(*sides: int) -> bytes:
+    """Make a PNG with a header for each of these sides, of which Pillow takes the last; its rows fit that."""
+    plain = png(sides[-1], sides[-1])
+    heads = (chunk(b"IHDR", struct.pack(">LLBBBBB", side, side, 8, 2, 0, 0, 0)) for side in sides[:-1])
+    return plain[:8] + b"".join(heads) + plain[8:]
+
+
+def jpeg_of_frames(plain: bytes, marker: int, side: int, *, at_the_end: bool) -> bytes:
+    """Put another header of a frame into a JPEG: before its first scan, or at its end."""
+    frame = b"\xff" + bytes((marker,)) + struct.pack(">HBHHB", 17, 8, side, side, 3) + b"\1\x11\0\2\x11\0\3\x11\0"
+    place = len(plain) - 2 if at_the_end else plain.index(b"\xff\xda")
+    return plain[:place] + frame + plain[place:]
+
+
+def tiff_of_tags(entries: list[tuple[int, int, int, int]], pixels: bytes) -> bytes:
+    """Make a TIFF of entries: tag, type, count, value. Pixels stand in the place of an offset of -1."""
+    start = 8 + 2 + 12 * len(entries) + 4
+    listed = (struct.pack("<HHLL", tag, kind, many, start if at < 0 else at) for tag, kind, many, at in entries)
+    return b"II*\0" + struct.pack("<LH", 8, len(entries)) + b"".join(listed) + bytes(4) + pixels
+
+
+def tiff_of_skipped_tags(side: int) -> bytes:
+    """Make a TIFF whose first width and height are larger than the file, so that Pillow takes those that follow."""
+    row = (side + 7) // 8
+    sides = [(tag, 4, *each) for tag in (256, 257) for each in ((1 << 23, -1), (1, side))]
+    rest = [(258, 3, 1, 1), (259, 3, 1, 1), (262, 3, 1, 1), (273, 4, 1, -1), (277, 3, 1, 1), (278, 4, 1, side)]
+    return tiff_of_tags([*sides, *rest, (279, 4, 1, row * side)], struct.pack("<L", 10) + bytes(row * side - 4))
+
+
+def jpeg_of_joined_exif(segments: int) -> bytes:
+    """Make a JPEG whose EXIF lies in so many segments, which are one tag of ratios together."""
+    each = 65_527
+    count = (each * segments - 100) // 8
+    tags = struct.pack("<HHLL", 0x0112, 3, 1, 6) + struct.pack("<HHLL", 0x011A, 5, count, 60)
+    tags += struct.pack("<HHLL", 0x0128, 3, 1, 2)
+    tiff = (b"II*\0" + struct.pack("<LH", 8, 3) + tags).ljust(60, b"\0") + b"\1\2\3\4" * (2 * count)
+    plain = encode(Image.new("RGB", (16, 16)), "JPEG")
+    return jpeg_with_exif(plain, tuple(tiff[at : at + each] for at in range(0, len(tiff), each)))
+
+
+def exif_of_one_tag(count: int) -> bytes:
+    """Make EXIF data whose orientation is so many ratios."""
+    return b"II*\0" + struct.pack("<LHHHLLL", 8, 1, 0x0112, 5, count, 26, 0) + b"\1\2\3\4" * (2 * count)
+
+
+def tiff_of_exif(count: int) -> bytes:
+    """Make a TIFF of 8 x 8 pixels whose EXIF directory is one tag of so many ratios."""
+    sides = [(tag, 4, 1, 8) for tag in (256, 257)]
+    rest = [(258, 3, 1, 8), (259, 3, 1, 1), (262, 3, 1, 1), (273, 4, 1, 8), (277, 3, 1, 1), (278, 4, 1, 8)]
+    start = 8 + 2 + 12 * 10 + 4
+    directory = struct.pack("<HHHLLL", 1, 0x829A, 5, count, start + 18, 0) + b"\1\2\3\4" * (2 * count)
+    return tiff_of_tags([*sides, *rest, (279, 4, 1, 64), (0x8769, 4, 1, -1)], directory)

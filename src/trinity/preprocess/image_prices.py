@@ -13,6 +13,7 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -150,6 +151,7 @@ _JPEG_FRAMES = {*range(0xC0, 0xD0)} - {0xC4, 0xC8, 0xCC}
 _SAMPLE_NS = 0.7  # IDCT and colour of a sample
 _SCAN_NS = 1.3  # a sample, in each scan of several
 _SCAN_SETUP_NS = 20_000.0  # tables of a scan
+_MOST_SEGMENT = 1 << 16  # bytes
 _TABLE_BYTE_NS = 150.0  # of quantization tables, which Pillow unpacks
 _JPEG_BYTE_NS, _PROGRESSIVE_BYTE_NS, _ARITHMETIC_BYTE_NS, _ARITHMETIC_SAMPLE_NS = 10.0, 28.0, 150.0, 4.0
 
@@ -158,7 +160,8 @@ def _walk_jpeg(data: bytes, parts: Parts) -> _Walked:
     """Count the scans of a JPEG and the samples that each covers."""
     kind = width = height = channels = 0
     components: dict[int, float] = {}
-    scans, scanned, setup, exif, at, before_scan, profile = 0, 0.0, 0.0, 0, 2, 2, False
+    scans, scanned, setup, at, before_scan, profile = 0, 0.0, 0.0, 2, 2, False
+    exif: list[bytes] = []
     for _ in parts:
         found = _MARKER.search(data, at)
         if found is None:
@@ -184,8 +187,8 @@ def _walk_jpeg(data: bytes, parts: Parts) -> _Walked:
         elif marker == 0xDB:
             setup += _TABLE_BYTE_NS * length
         elif marker == 0xE1 and body.startswith(b"Exif\0\0"):
-            exif += length  # each is joined to those before
-            setup += _COPY_NS * exif + _price_tags(body[6:], parts)
+            exif.append(body[6:])
+            setup += _COPY_NS * _MOST_SEGMENT * len(exif)  # each is joined to those before
         elif marker == 0xE2 and body.startswith(b"ICC_PROFILE\0"):
             profile = True
         elif marker == 0xED:
@@ -193,8 +196,9 @@ def _walk_jpeg(data: bytes, parts: Parts) -> _Walked:
     samples = sum(components.values())
     if not scans or not samples:
         raise ValueError("no scan")
-    priced = _price_jpeg(kind, (width, height, channels), samples, scans, scanned, len(data), setup)
-    return priced._replace(profile=profile)
+    tags, held = _price_tags(b"".join(exif), parts)
+    priced = _price_jpeg(kind, (width, height, channels), samples, scans, scanned, len(data), setup + tags)
+    return priced._replace(profile=profile, passing=priced.passing + held)
 
 
 def _jpeg_components(body: bytes, width: int, height: int) -> dict[int, float]:
@@ -227,30 +231,46 @@ def _price_jpeg(
 # ---------------------------------------------------------------------------------------------- tags of TIFF and EXIF
 
 _TAG_NS = 6_000.0
-_VALUE_NS = {3: 50.0, 4: 50.0, 5: 3_000.0, 10: 3_000.0}  # of a tag that Pillow decodes, by type: numbers, and ratios
+_VALUE_NS, _VALUE_HELD = 50.0, 48  # a number of a tag that Pillow decodes, and its bytes in memory
+_RATIO_NS, _RATIO_HELD = 3_000.0, 200
+_TEXTS, _RATIOS = (1, 2, 7), (5, 10)  # types of tags: texts and bytes, which are copied, and ratios
 _SUB_TAGS = (0x8769, 0x8825, 0xA005)  # directories that hold further tags: EXIF, GPS, interoperability
 _TYPE_BYTES = {1: 1, 2: 1, 3: 2, 4: 4, 5: 8, 6: 1, 7: 1, 8: 2, 9: 4, 10: 8, 11: 4, 12: 8, 13: 4, 16: 8, 17: 8, 18: 8}
+_LEVELS = 3  # of directories: the first, EXIF, interoperability
 _Entry = tuple[int, int, int]  # type, count, place of the value
+_Directory = dict[int, _Entry]  # by tag
 
 
-def _price_tags(tiff: bytes, parts: Parts) -> float:
-    """Price the tags of EXIF data as nanoseconds: those of its first directory, and of the directories in it."""
+def _price_tags(tiff: bytes, parts: Parts) -> tuple[float, float]:
+    """Price the tags of EXIF data: nanoseconds, and bytes that are held."""
     try:
-        entries, tags = _read_tags(tiff, parts)
-        for name in _SUB_TAGS:
-            if name in entries:
-                tags += len(_read_directory(tiff, _number(tiff, entries[name]), parts))
+        entries, count = _read_tags(tiff, parts)
     except (struct.error, IndexError, ValueError):
-        return _PART_NS
+        return _PART_NS, 0.0
+    nanoseconds, held = _price_directories(tiff, entries, count, parts)
     values = sum(_TYPE_BYTES.get(kind, 1) * count for kind, count, _ in entries.values())
-    return _TAG_NS * tags + _COPY_NS * min(values, 4 * len(tiff)) + _price_values(entries, len(tiff))
+    return nanoseconds + _COPY_NS * min(values, 4 * len(tiff)), held + 3 * len(tiff)
 
 
-def _price_values(entries: dict[int, _Entry], size: int) -> float:
-    """Price decoding the values of a directory in ``size`` bytes; Pillow skips those that are larger in all."""
-    return sum(
-        _VALUE_NS.get(kind, 0.0) * min(count, size // _TYPE_BYTES.get(kind, 1)) for kind, count, _ in entries.values()
-    )
+def _price_directories(data: bytes, entries: _Directory, count: int, parts: Parts) -> tuple[float, float]:
+    """Price the values of a directory of ``count`` entries and of the directories in it, all of which Pillow decodes.
+
+    It skips values that are larger in all than the file.
+    """
+    level, ratios, numbers = [entries], 0, 0
+    for _ in range(_LEVELS):
+        for kind, many, _ in chain.from_iterable(each.values() for each in level):
+            many = min(many, len(data) // _TYPE_BYTES.get(kind, 1))
+            ratios += many if kind in _RATIOS else 0
+            numbers += many if kind not in (*_RATIOS, *_TEXTS) else 0
+        pointers = [each[name] for each in level for name in _SUB_TAGS if name in each]
+        level = []
+        for pointer in pointers:
+            with suppress(struct.error, IndexError, ValueError):
+                inside, more = _read_directory(data, _number(data, pointer), parts)
+                level, count = [*level, inside], count + more
+    nanoseconds = _TAG_NS * count + _RATIO_NS * ratios + _VALUE_NS * numbers
+    return nanoseconds, _RATIO_HELD * ratios + _VALUE_HELD * numbers
 
 
 def _order(data: bytes) -> str:
@@ -260,24 +280,24 @@ def _order(data: bytes) -> str:
     return order
 
 
-def _read_tags(data: bytes, parts: Parts) -> tuple[dict[int, _Entry], int]:
+def _read_tags(data: bytes, parts: Parts) -> tuple[_Directory, int]:
     """Read the first directory of a TIFF, and count its entries."""
     order = _order(data)
     if struct.unpack_from(order + "H", data, 2)[0] == 43:
         start = struct.unpack_from(order + "Q", data, 8)[0]
     else:
         start = struct.unpack_from(order + "L", data, 4)[0]
-    entries = _read_directory(data, start, parts)
-    return entries, len(entries)
+    return _read_directory(data, start, parts)
 
 
-def _read_directory(data: bytes, start: int, parts: Parts) -> dict[int, _Entry]:
+def _read_directory(data: bytes, start: int, parts: Parts) -> tuple[_Directory, int]:
+    """Read the entries of a directory, of each tag the first, and count them all."""
     order = _order(data)
     large = struct.unpack_from(order + "H", data, 2)[0] == 43
     head, form, inline = (8, "HHQQ", 8) if large else (2, "HHLL", 4)
     count = struct.unpack_from(order + ("Q" if large else "H"), data, start)[0]
     size = struct.calcsize(order + form)
-    entries: dict[int, _Entry] = {}
+    entries: _Directory = {}
     count = max(0, min(count, (len(data) - start) // size))
     parts.take(count)
     for number in range(count):
@@ -286,7 +306,7 @@ def _read_directory(data: bytes, start: int, parts: Parts) -> dict[int, _Entry]:
         if _TYPE_BYTES.get(kind, 1) * values <= inline:
             offset = place + size - inline
         entries.setdefault(tag, (kind, values, offset))
-    return entries
+    return entries, count
 
 
 def _numbers(data: bytes, entry: _Entry) -> np.ndarray:
@@ -311,6 +331,7 @@ _FILTERED_NS, _INFLATED_NS = 2.5, 4.5  # a byte of a row, a byte of compressed d
 _EMPTY_NS = 70.0  # a byte of compressed data beyond what rows need: blocks that have tables and nothing else
 _INTERLACED_NS = 2.5  # a pixel of an interlaced image
 _MOST_TEXT = 1 << 20  # bytes that Pillow inflates of a compressed text
+_KEY_BYTES = 24  # of a text that Pillow takes as EXIF: "exif", "Raw profile type exif"
 _DEFLATE = 1032  # bytes that one byte of deflate data becomes at most
 
 
@@ -320,7 +341,7 @@ def _walk_png(data: bytes, parts: Parts) -> _Walked:
     channels = _PNG_CHANNELS.get(colour)
     if name != b"IHDR" or channels is None or bits not in (1, 2, 4, 8, 16):
         raise ValueError("no IHDR")
-    at, coded, setup, text, profile = 8, 0, 0.0, 0, False
+    at, coded, setup, text, held, profile = 8, 0, 0.0, 0, 0.0, False
     for _ in parts:
         if at + 8 > len(data):
             break
@@ -330,10 +351,13 @@ def _walk_png(data: bytes, parts: Parts) -> _Walked:
             coded += length if name == b"IDAT" else 0
         elif name in (b"zTXt", b"iTXt", b"iCCP", b"tEXt"):
             profile = profile or name == b"iCCP"
-            inflated = min(_MOST_TEXT, length * _DEFLATE)
+            inflated = length if name == b"tEXt" else min(_MOST_TEXT, length * _DEFLATE)
             text, setup = text + inflated, setup + 3.0 * inflated + _COPY_NS * 4 * length
+            ratios = inflated // 8 if b"exif\0" in data[at + 8 : at + 8 + _KEY_BYTES] else 0
+            setup, held = setup + _RATIO_NS * ratios, held + _RATIO_HELD * ratios
         elif name == b"eXIf":
-            setup += _price_tags(data[at + 8 : at + 8 + length], parts)
+            tags, more = _price_tags(data[at + 8 : at + 8 + length], parts)
+            setup, held = setup + tags, held + more
         elif name == b"IEND":
             break
         at += 12 + length
@@ -344,7 +368,7 @@ def _walk_png(data: bytes, parts: Parts) -> _Walked:
     nanoseconds += _INTERLACED_NS * pixels if interlaced else 0.0
     mode = {(16, 0): "I;16", (1, 0): "1"}.get((bits, colour), _PNG_MODES[colour])
     why = f", {channels} channels of {bits} bits" + (", interlaced" if interlaced else "")
-    return _Walked(width, height, mode, nanoseconds, 4 * text + 64 * width, why, "give a smaller one", profile)
+    return _Walked(width, height, mode, nanoseconds, 4 * text + 64 * width + held, why, "give a smaller one", profile)
 
 
 # ---------------------------------------------------------------------------------------------- GIF
@@ -393,7 +417,7 @@ _LOSSY_NS, _LOSSY_BYTE_NS, _LOSSLESS_NS, _LOSSLESS_BYTE_NS, _CANVAS_NS = 5.0, 30
 def _walk_webp(data: bytes, parts: Parts) -> _Walked:
     """Walk the chunks of a WebP up to its first frame, the only one that is read, on its canvas."""
     width = height = 0
-    at, nanoseconds, frames, profile = 12, 0.0, 0, False
+    at, nanoseconds, frames, profile, held = 12, 0.0, 0, False, 0.0
     for _ in parts:
         if at + 8 > len(data):
             break
@@ -414,13 +438,14 @@ def _walk_webp(data: bytes, parts: Parts) -> _Walked:
             at += 16  # its chunks lie inside
             length = 0
         elif name == b"EXIF":
-            nanoseconds += _price_tags(data[at + 8 : at + 8 + length].removeprefix(b"Exif\0\0"), parts)
+            tags, more = _price_tags(data[at + 8 : at + 8 + length].removeprefix(b"Exif\0\0"), parts)
+            nanoseconds, held = nanoseconds + tags, held + more
         at += 8 + length + (length & 1)
     if not frames:
         raise ValueError("no frame")
     pixels = width * height
     nanoseconds += _CANVAS_NS * pixels
-    return _Walked(width, height, "RGBA", nanoseconds, 20 * pixels + 2 * len(data), profile=profile)
+    return _Walked(width, height, "RGBA", nanoseconds, 20 * pixels + 2 * len(data) + held, profile=profile)
 
 
 def _webp_sides(name: bytes, body: bytes) -> tuple[int, int]:
@@ -537,8 +562,9 @@ def _walk_tiff(data: bytes, parts: Parts) -> _Walked:
     listed = np.minimum(_numbers(data, counts), len(data)) if counts else None
     coded = len(data) * strips if listed is None else int(listed.sum(dtype=np.uint64))
     name, row_ns, coded_ns = _TIFF_KINDS[kind]
-    nanoseconds = row_ns * raw + coded_ns * coded + _STRIP_NS * strips + _TAG_NS * count + 0.5 * width * height
-    nanoseconds += _price_values(tags, len(data))
+    nanoseconds = row_ns * raw + coded_ns * coded + _STRIP_NS * strips + 0.5 * width * height
+    decoding, decoded = _price_directories(data, tags, count, parts)
+    nanoseconds += decoding
     values = sum(_TYPE_BYTES.get(each, 1) * many for each, many, _ in tags.values())
     why = f", compression {name}, of {strips} {'tiles' if tiled else 'strips'}"
     if kind == 7:
@@ -547,7 +573,7 @@ def _walk_tiff(data: bytes, parts: Parts) -> _Walked:
         coded_scans = scans > strips
         nanoseconds += (_PROGRESSIVE_BYTE_NS - coded_ns) * coded * coded_scans
         why += f" with {scans} scans" if coded_scans else ""
-    held = rows * row * (4 if kind == 7 else 1) * planes + min(values, 2 * len(data)) * 4
+    held = rows * row * (4 if kind == 7 else 1) * planes + min(values, 2 * len(data)) * 4 + decoded
     mode = _PHOTO_MODES.get(one(_PHOTOMETRIC, 1), "I" if bits > 8 else "L")
     mode = "RGBA" if mode == "RGB" and channels > 3 else mode
     return _Walked(width, height, mode, nanoseconds, held, why, "save it as a JPEG or PNG", 34675 in tags)
