@@ -227,6 +227,8 @@ FROM_OUTSIDE: dict[str, Callable[[], bytes]] = {
         Image.new("RGB", (64, 64)), "TIFF", icc_profile=made.profile_of_elements(1000)
     ),
     "PNG of empty blocks": lambda: made.png_of_empty_blocks(20_000),
+    "PNG of empty blocks in a chunk DDAT": lambda: made.png_of_empty_blocks(40_000, b"DDAT"),
+    "PNG of empty blocks in a chunk fdAT": lambda: made.png_of_empty_blocks(40_000, b"fdAT"),
     "PNG whose EXIF is a text": lambda: made.png(
         64, 64, extra=made.chunk(b"tEXt", b"exif\0" + made.exif_of_one_tag(200_000))
     ),

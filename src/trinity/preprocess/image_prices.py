@@ -332,6 +332,7 @@ _EMPTY_NS = 70.0  # a byte of compressed data beyond what rows need: blocks that
 _INTERLACED_NS = 2.5  # a pixel of an interlaced image
 _MOST_TEXT = 1 << 20  # bytes that Pillow inflates of a compressed text
 _KEY_BYTES = 24  # of a text that Pillow takes as EXIF: "exif", "Raw profile type exif"
+_PNG_DATA = (b"IDAT", b"DDAT", b"fdAT")
 _DEFLATE = 1032  # bytes that one byte of deflate data becomes at most
 
 
@@ -341,14 +342,15 @@ def _walk_png(data: bytes, parts: Parts) -> _Walked:
     channels = _PNG_CHANNELS.get(colour)
     if name != b"IHDR" or channels is None or bits not in (1, 2, 4, 8, 16):
         raise ValueError("no IHDR")
-    at, coded, setup, text, held, profile = 8, 0, 0.0, 0, 0.0, False
+    at, coded, setup, text, held, profile, ended = 8, 0, 0.0, 0, 0.0, False, False
     for _ in parts:
         if at + 8 > len(data):
             break
         length, name = struct.unpack_from(">L4s", data, at)
         setup += _PART_NS
-        if name in (b"IDAT", b"fdAT"):
-            coded += length if name == b"IDAT" else 0
+        ended = ended or (coded > 0 and name not in _PNG_DATA)  # Pillow takes all data in a row as the first image's
+        if name in _PNG_DATA:
+            coded += length if name != b"fdAT" or not ended else 0
         elif name in (b"zTXt", b"iTXt", b"iCCP", b"tEXt"):
             profile = profile or name == b"iCCP"
             inflated = length if name == b"tEXt" else min(_MOST_TEXT, length * _DEFLATE)
