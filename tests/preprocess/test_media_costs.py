@@ -20,21 +20,25 @@ from support.costly_media import (
     chunk,
     encode,
     jpeg_of_directories,
+    jpeg_of_frames,
     jpeg_of_names,
     jpeg_of_scans,
     movie_of_boxes,
     photograph,
     plain_ppm,
     png,
+    png_of_headers,
     scaled_ppm,
     sequence_header,
+    tiff_of_skipped_tags,
     tiff_of_strips,
     wav,
 )
 from trinity.errors import BadMedia, RequestTooLarge
-from trinity.preprocess.image_prices import price_image
+from trinity.preprocess import media
+from trinity.preprocess.image_prices import ImagePrice, price_image
 from trinity.preprocess.media import price_picture, read_image
-from trinity.preprocess.media_costs import MediaCost, unit_s
+from trinity.preprocess.media_costs import MediaCost, Price, unit_s
 from trinity.preprocess.media_limits import MediaLimits, MediaProblem
 from trinity.preprocess.processor import RequestProcessor
 from trinity.preprocess.sound_headers import read_sound
@@ -148,6 +152,38 @@ def test_a_ppm_is_rejected_where_pillow_would_read_other_numbers(name: str) -> N
     assert Image.open(io.BytesIO(data)).size in ((120, 120), (20, 20))
     with pytest.raises(MediaProblem, match="a PPM whose header cannot be read"):
         read_image(data, LIMITS)
+
+
+PLAIN = encode(Image.new("RGB", (900, 900)), "JPEG")
+LARGER = {
+    "a PNG of two headers": png_of_headers(1, 900),
+    "a PNG of two headers of one size": png_of_headers(900, 900),
+    "a JPEG with a frame of another kind": jpeg_of_frames(PLAIN, 0xDE, 1000, at_the_end=False),
+    "a TIFF whose first sides are skipped": tiff_of_skipped_tags(900),
+}
+
+
+@pytest.mark.usefixtures("undecoded")
+@pytest.mark.filterwarnings("ignore:Tag data larger")
+@pytest.mark.parametrize("name", LARGER)
+def test_an_image_that_opens_as_another_than_was_priced_is_rejected_before_it_is_decoded(name: str) -> None:
+    with pytest.raises(MediaProblem, match="header"):
+        read_image(LARGER[name], LIMITS)
+
+
+@pytest.mark.usefixtures("undecoded")
+def test_no_image_is_decoded_that_opens_larger_than_its_price(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the walk of its format reads otherwise than Pillow."""
+    monkeypatch.setattr(media, "price_image", lambda _: ImagePrice("JPEG", 899, 900, Price(0.0)))
+    with pytest.raises(MediaProblem, match="opens as an image of 900 x 900 pixels, and its header has 899 x 900"):
+        read_image(PLAIN, LIMITS)
+
+
+def test_a_jpeg_costs_what_its_largest_frame_does() -> None:
+    for side, end in ((1, True), (1000, True), (1000, False)):
+        found = price_image(jpeg_of_frames(PLAIN, 0xC0, side, at_the_end=end))
+        assert found.width == found.height == max(900, side)
+        assert found.price.units >= price_image(PLAIN).price.units
 
 
 def test_components_of_one_name_cost_what_others_do() -> None:

@@ -178,8 +178,10 @@ def _walk_jpeg(data: bytes, parts: Parts) -> _Walked:
         body = data[at + 2 : at + max(2, length)]
         at = before_scan = at + max(2, length)
         if marker in _JPEG_FRAMES:
-            kind, (height, width) = marker, struct.unpack(">HH", body[1:5])
-            components, channels = _jpeg_components(body, width, height), body[5]
+            sides = struct.unpack(">HH", body[1:5])
+            read = _jpeg_components(body, sides[1], sides[0])
+            if sum(read.values()) > sum(components.values()):  # of several the largest
+                kind, (height, width), components, channels = marker, sides, read, body[5]
         elif marker == 0xDA:
             named = body[1 : 1 + 2 * body[0] : 2]
             scanned += sum(components.get(each, 0.0) for each in named)
@@ -360,6 +362,8 @@ def _walk_png(data: bytes, parts: Parts) -> _Walked:
         elif name == b"eXIf":
             tags, more = _price_tags(data[at + 8 : at + 8 + length], parts)
             setup, held = setup + tags, held + more
+        elif name == b"IHDR" and at > 8:
+            raise ValueError("two IHDR")  # of which Pillow takes the last
         elif name == b"IEND":
             break
         at += 12 + length
@@ -541,6 +545,8 @@ _PHOTO_MODES = {2: "RGB", 3: "P", 5: "CMYK", 6: "RGB", 8: "LAB"}
 def _walk_tiff(data: bytes, parts: Parts) -> _Walked:
     """Walk the strips or tiles of a TIFF's first image, the only one that is read."""
     tags, count = _read_tags(data, parts)
+    if len(tags) < count:
+        raise ValueError("a tag twice")  # of which Pillow takes the first that it does not skip, and libtiff another
 
     def one(tag: int, default: int) -> int:
         return _number(data, tags[tag]) if tag in tags else default

@@ -307,15 +307,22 @@ def _from_array(array: np.ndarray) -> Picture:
 def _from_bytes(data: bytes, limits: MediaLimits) -> Image.Image:
     from PIL import Image, UnidentifiedImageError
 
-    _check_price(price_image(data), limits)
+    priced = price_image(data)
+    _check_price(priced, limits)
     try:
-        return _open_file(data)
+        image = _open_file(data)
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as exc:
         raise MediaProblem(f"looks like a decompression bomb ({describe_error(exc, 200)})") from exc
     except UnidentifiedImageError as exc:
         raise MediaProblem(f"is no {opens_as(data)[0]} that can be opened; is it truncated or corrupt?") from exc
     except Exception as exc:
         raise MediaProblem(f"cannot be opened ({describe_error(exc, 200)}); is it truncated or corrupt?") from exc
+    if image.width * image.height > priced.width * priced.height:  # Pillow has read another header than the walk
+        raise MediaProblem(
+            f"opens as an image of {image.width} x {image.height} pixels, and its header has {priced.width} x "
+            f"{priced.height}; save it again as a plain JPEG or PNG"
+        )
+    return image
 
 
 def _open_file(data: bytes) -> Image.Image:
