@@ -52,7 +52,7 @@ def wanted() -> list[list[int]]:
 @pytest.mark.parametrize(
     ("scheme", "placement", "named"),
     [
-        *thinned(((scheme, "1E1P2D", {}) for scheme in SCHEMES), lambda case: case[0] in ("nixl-push", "ucx")),
+        *thinned(((scheme, "1E1P2D", {}) for scheme in SCHEMES), lambda case: case[0] == "ucx"),
         *(("shm", placement, {"depth": depth}) for placement, depth in [("2EPD", 1), ("1E1P2D", 2)]),
         *((scheme, "1E1P2D", {"transfers": TransferPolicy(precopy="on")}) for scheme in ("shm", "ucx")),
     ],
