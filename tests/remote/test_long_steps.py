@@ -5,6 +5,9 @@ from __future__ import annotations
 import asyncio
 import random
 import time
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -12,6 +15,8 @@ from remote.test_supervision import emulated
 from remote.test_supervisor_core import core_of, table
 from support.emulated_pipelines import LIVENESS_S, asked, check, serve
 from support.freezing import freeze
+from trinity.remote import session as session_module
+from trinity.remote.session import InstanceSession
 from trinity.remote.supervisor_core import (
     LEAVING_SILENCE_S,
     STEP_FLOOR_S,
@@ -22,6 +27,7 @@ from trinity.remote.supervisor_core import (
     find_step_limit,
 )
 from trinity.remote.supervisor_messages import Down, Event, Fence, Quiet, Retire, Separate, Suspect
+from trinity.remote.wire import AtStep, decode
 
 SILENCE_S, BEAT_S, WATCH_S = 20.0, 1.0, 0.5
 KNOWN_S = 12.0  # of a step that is long by its prediction
@@ -145,3 +151,61 @@ def test_in_every_order_a_long_step_is_borne_and_one_that_hangs_is_given_up(seed
     began = life.now
     assert life.run(10 * STEP_UNKNOWN_S, predicted_s, holds=holds, announced=announced)
     assert life.now - began <= max(find_step_limit(predicted_s), SILENCE_S) + 2 * BEAT_S
+
+
+# ---------------------------------------------------------------- what an instance tells of its steps
+
+Steps = dict[tuple[str, int], float]  # predicted seconds, by lane and number
+LANGUAGE = ("language", 2)
+
+
+class Channel:
+    """A control channel that keeps what is sent, and when."""
+
+    closed = False
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.clock, self.sent = clock, list[tuple[float, AtStep]]()
+
+    def send(self, frame: bytes) -> None:
+        message = decode(frame)
+        assert isinstance(message, AtStep)
+        self.sent.append((self.clock(), message))
+
+
+class Over(Exception):
+    """The virtual time of a test is."""
+
+
+async def told(
+    monkeypatch: pytest.MonkeyPatch, steps_at: Callable[[float], Steps], until: float, stops: tuple[float, float]
+) -> list[tuple[float, AtStep]]:
+    """Beat in virtual time; ``stops``: when the process is stopped, and for how long."""
+    clock = SimpleNamespace(now=0.0)
+    stop, stopped_s = stops
+
+    async def sleep(seconds: float) -> None:
+        end = clock.now + seconds
+        clock.now = end + stopped_s if clock.now < stop <= end else end
+        if clock.now > until:
+            raise Over
+
+    session = InstanceSession(b"s" * 32, "unix:/nowhere", asyncio.Event())
+    session.loop = cast(Any, SimpleNamespace(time=lambda: clock.now))
+    monkeypatch.setattr(session_module, "asyncio", SimpleNamespace(sleep=sleep))
+    channel = Channel(lambda: clock.now)
+    host = SimpleNamespace(blocks_digested=0, predict_steps=lambda: steps_at(clock.now))
+    with pytest.raises(Over):
+        await session._beat_at_work(cast(Any, channel), cast(Any, host))
+    return channel.sent
+
+
+def is_hung(word: AtStep) -> bool:
+    return word.seconds is not None and word.seconds > find_step_limit(word.predicted_s)
+
+
+async def test_time_in_which_the_process_was_stopped_is_none_of_its_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A healthy instance was given up for Ctrl-Z, or a pause of its container."""
+    found = await told(monkeypatch, lambda now: {LANGUAGE: 5.0}, 80.0, (4.5, 66.0))
+    assert not any(is_hung(word) for _, word in found)
+    assert found[-1][1].seconds == pytest.approx(80.0 - 66.0, abs=2 * BEAT_S)

@@ -364,17 +364,18 @@ class InstanceSession:
     async def _beat_at_work(self, channel: Channel, host: InstanceHost) -> None:
         """Say every second what step is long, and speak for a core that computes digests, for as long as it goes on.
 
-        One that hangs in a digest is spoken for no more.
+        One that hangs in a digest is spoken for no more. A step lasts for as many seconds as it is seen at: time in
+        which all of this process stood still, by a signal or with its container, is none of it.
         """
-        digests, since = 0, dict[int, float]()
+        digests, beats = 0, dict[int, int]()
         while True:
             await asyncio.sleep(BUSY_BEAT_S)
             if host.blocks_digested != digests:
                 digests = host.blocks_digested
                 send_while_open(channel, encode(StillBusy()))
-            now, steps = self.loop.time(), host.predict_steps()
-            since = {each: since.get(each, now) for each in steps}
-            longest, predicted_s = max(((now - since[each], steps[each]) for each in steps), default=(0.0, 0.0))
+            steps = host.predict_steps()
+            beats = {each: beats.get(each, -1) + 1 for each in steps}
+            longest, predicted_s = max(((beats[each] * BUSY_BEAT_S, steps[each]) for each in steps), default=(0.0, 0.0))
             if longest > 0.0 or self._says_step:
                 send_while_open(channel, encode(AtStep(longest, predicted_s) if steps else AtStep()))
             self._says_step = bool(steps) and (self._says_step or longest > 0.0)
