@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trinity.costs.budgets import BudgetCache, BudgetKey, StepBudgets, StepCost, search_budget
+from trinity.costs.budgets import BudgetCache, BudgetKey, StepBudgets, StepCost, combine_budgets, search_budget
 from trinity.errors import ConfigError, TrinityWarning
 from trinity.errors.cache_files import cache_folder
 
@@ -224,11 +224,13 @@ def test_one_pass_for_decodes_and_prefill_is_paid_once() -> None:
 
 
 def test_times_that_fall_are_noise() -> None:
-    assert StepCost.from_samples(prefill={1: 5.0, 2: 1.0, 4: 2.0, 8: math.inf}).prefill == (
-        (1, 1.0),
-        (2, 1.0),
-        (4, 2.0),
-    )
+    assert StepCost.from_samples(prefill={1: 5.0, 2: 1.0, 4: 2.0}).prefill == ((1, 1.0), (2, 1.0), (4, 2.0))
+
+
+def test_what_could_not_run_is_no_sample() -> None:
+    found = search_budget(lambda n: 0.1 if n <= 37 else math.inf, 1.0, knee=1.0)
+    assert max(found.samples) == 37
+    assert combine_budgets({"decodes": found}, 0, 1.0).cost == StepCost.from_samples(decodes=found.samples)
 
 
 @pytest.mark.parametrize(

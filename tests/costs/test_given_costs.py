@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 from trinity import SLO, HybridPlanner
+from trinity.costs.budgets import StepCost
 from trinity.costs.cluster import Cluster
+from trinity.costs.emulated_cost import LinearCost, TableCost
 from trinity.costs.model_shape import MODELS
 from trinity.costs.step_cost import DEVICES, CostTables
 from trinity.errors import ConfigError, TrinityWarning
@@ -23,6 +27,7 @@ SECONDS: dict[str, dict[int, float]] = {
     "prefill": {1: 0.01, 1024: 0.1},
     "media": {576: 0.1},
 }
+FULL = StepCost.from_samples(**SECONDS)
 
 
 def tables(seconds: dict[str, dict[int, float]] = SECONDS, shape: str = "", **named: Any) -> CostTables:
@@ -66,6 +71,64 @@ def test_contexts_are_finite(context: float) -> None:
         CostTables(**_fields(tables()) | {"context": context})
     with pytest.raises(ConfigError, match="finite and in ascending order"):
         CostTables(**_fields(tables()) | {"costs": ((context, tables().costs[0][1]),)})
+
+
+Step: Any = StepCost
+Linear: Any = LinearCost
+Table: Any = TableCost
+WRONG: dict[str, tuple[Callable[[], Any], str]] = {
+    "a first context below 0": (lambda: of(costs=((-5, FULL), (10, FULL))), "in ascending order"),
+    "an infinite first context": (lambda: of(costs=((-math.inf, FULL), (10, FULL))), "in ascending order"),
+    "a context True": (lambda: of(costs=((True, FULL),)), "costs is a tuple"),
+    "a mean context True": (lambda: of(context=True), "context is a number of at least 0, got True"),
+    "an interference True": (lambda: of(interference=True), "interference is a number of at least 1, got True"),
+    "a text for a cost": (lambda: of(costs=((1, "x"),)), "costs is a tuple"),
+    "a context alone": (lambda: of(costs=((1,),)), "costs is a tuple"),
+    "a number for costs": (lambda: of(costs=5), "costs is a tuple of .*, got 5"),
+    "a number for a model": (lambda: of(model=5), "model is a text, got 5"),
+    "a text for a context": (lambda: of(context="a"), "context is a number of at least 0, got 'a'"),
+    "a count alone": (lambda: Step(decodes=((1,),)), "decodes is a tuple of"),
+    "a number for a curve": (lambda: Step(decodes=5), "decodes is a tuple of .*, got 5: .*must ascend"),
+    "a count True": (lambda: Step(decodes=((True, 0.1),)), "decodes is a tuple of"),
+    "a count of half": (lambda: Step(decodes=((1.5, 0.1),)), "decodes is a tuple of"),
+    "a text for a count": (lambda: Step(decodes=(("a", 0.1),)), "decodes is a tuple of"),
+    "a huge count": (lambda: Step(decodes=((10**5000, -1.0),)), "decodes is a tuple of"),
+    "huge seconds": (lambda: Step(decodes=((1, 10**5000),)), "decodes is a tuple of"),
+    "a sample NaN": (lambda: Step.from_samples(decodes={1: math.nan, 2: 0.1}), "decodes is a mapping .*1: nan"),
+    "a sample below 0": (lambda: Step.from_samples(media={1: -0.1}), "media is a mapping"),
+    "an infinite sample": (lambda: Step.from_samples(media={1: math.inf}), "media is a mapping"),
+    "a sample of no rows": (lambda: Step.from_samples(media={0: 1.0}), "media is a mapping"),
+    "samples in a list": (lambda: Step.from_samples(decodes=[1]), "decodes is a mapping"),
+    "a number for contexts": (lambda: sampled(5), "contexts is a mapping"),
+    "an unknown kind": (lambda: sampled({1: {"decode": {1: 0.1}}}), "no keyword 'decode': did you mean 'decodes'"),
+    "a context's sample NaN": (lambda: sampled({1: {"decodes": {1: math.nan}}}), "contexts is a mapping"),
+    "a pass True": (lambda: Linear(step_s=True), "step_s is a number of at least 0, got True"),
+    "a pass of text": (lambda: Linear(step_s="x"), "step_s is a number of at least 0, got 'x'"),
+    "a pass below 0": (lambda: Linear(step_s=-1.0), "step_s is a number of at least 0, got -1.0"),
+    "a number for a source": (lambda: Table(source=5), "source is a text, got 5"),
+}  # fmt: skip
+
+
+def of(**fields: Any) -> CostTables:
+    return CostTables(**_fields(tables()) | fields)
+
+
+def sampled(contexts: Any) -> CostTables:
+    return CostTables.from_samples(contexts, model="m", device="d", dtype="x")
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_is_no_cost_is_refused_in_words(name: str) -> None:
+    make, said = WRONG[name]
+    with pytest.raises(ConfigError, match=said):
+        make()
+
+
+def test_curves_of_lists_and_of_other_numbers_become_plain() -> None:
+    """numpy's, for example."""
+    given: Any = [[np.int64(1), np.float32(0.5)]]
+    assert StepCost(decodes=given) == StepCost(decodes=((1, 0.5),))
+    assert hash(StepCost(decodes=given)) == hash(StepCost(decodes=((1, 0.5),)))
 
 
 @pytest.mark.parametrize("kind", SECONDS)

@@ -131,7 +131,7 @@ def test_a_step_that_fits_alone_only_is_infeasible() -> None:
 def test_nothing_gets_faster_beside_another_lane(wrong: float) -> None:
     with pytest.raises(ConfigError, match="interference is at least 1"):
         search_budget(lambda n: n * 0.01, 1.0, interference=wrong)
-    with pytest.raises(ConfigError, match="interference is at least 1"):
+    with pytest.raises(ConfigError, match="interference is a number of at least 1"):
         tables(wrong)
 
 

@@ -7,15 +7,18 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import msgspec
 
 from trinity.errors import ConfigError, warn_caller
-from trinity.errors.arguments import KeywordsByName, Whole, check_struct
+from trinity.errors.arguments import KeywordsByName, Number, Whole, check_call, check_struct
 from trinity.errors.cache_files import cache_folder, read_cached, write_cached
 
-CostCurve = tuple[tuple[int, float], ...]  # (count, seconds), ascending in both
+CostCurve = Annotated[  # (count, seconds), ascending in both
+    tuple[tuple[int, float], ...],
+    msgspec.Meta(description="counts (from 1) and seconds (finite) must ascend, as StepCost.from_samples makes them"),
+]
 MAX_DECODE_ROWS = 512  # decode rows of the largest step tried: throughput saturates before (TriInfer figure 3)
 MAX_PREFILL_TOKENS = 8192
 MAX_STEP_IMAGES = 64
@@ -27,7 +30,7 @@ class StepCost(msgspec.Struct, metaclass=KeywordsByName, frozen=True, kw_only=Tr
     """Cost model of a step, interpolated from measurements of each kind of row alone.
 
     Each curve has (count, seconds), ascending in both, as ``StepCost.from_samples`` makes them. A kind without a curve
-    costs nothing. Raises ``ConfigError`` for a curve out of order.
+    costs nothing. Raises ``ConfigError`` for what is no curve, and for one out of order.
     """
 
     decodes: CostCurve = ()
@@ -35,9 +38,10 @@ class StepCost(msgspec.Struct, metaclass=KeywordsByName, frozen=True, kw_only=Tr
     media: CostCurve = ()
 
     def __post_init__(self) -> None:
+        check_struct(self)
         for name, table in (("decodes", self.decodes), ("prefill", self.prefill), ("media", self.media)):
             pairs = zip(((0, 0.0), *table), table, strict=False)
-            wrong = next((at for at, ((m, s), (n, t)) in enumerate(pairs) if not (m < n and s <= t < math.inf)), None)
+            wrong = next((at for at, ((m, s), (n, t)) in enumerate(pairs) if not (m < n and s <= t)), None)
             if wrong is not None:
                 count, seconds = table[wrong]
                 raise ConfigError(
@@ -46,13 +50,17 @@ class StepCost(msgspec.Struct, metaclass=KeywordsByName, frozen=True, kw_only=Tr
                 )
 
     @classmethod
+    @check_call
     def from_samples(
         cls,
-        decodes: Mapping[int, float] | None = None,
-        prefill: Mapping[int, float] | None = None,
-        media: Mapping[int, float] | None = None,
+        decodes: Mapping[Whole, Number] | None = None,
+        prefill: Mapping[Whole, Number] | None = None,
+        media: Mapping[Whole, Number] | None = None,
     ) -> StepCost:
-        """Build curves from seconds by count. Times that fall as the count grows are noise: the lower one is kept."""
+        """Build curves from seconds by count. Times that fall as the count grows are noise: the lower one is kept.
+
+        Raises ``ConfigError`` for counts below 1 and for times that are not finite numbers of at least 0.
+        """
         return cls(decodes=_ascending(decodes), prefill=_ascending(prefill), media=_ascending(media))
 
     def seconds(self, decodes: int, prefill_tokens: int, media_tokens: int) -> float:
@@ -86,7 +94,7 @@ def _ascending(samples: Mapping[int, float] | None) -> CostCurve:
     for count, seconds in sorted((samples or {}).items(), reverse=True):
         least = min(least, seconds)
         rows.append((count, least))
-    return tuple(row for row in reversed(rows) if row[1] < math.inf)
+    return tuple(reversed(rows))
 
 
 def _interpolate(table: CostCurve, count: int) -> float:
@@ -141,7 +149,7 @@ class BudgetResult(NamedTuple):
     """Result of a budget search.
 
     ``budget`` items a step take ``seconds`` (a fresh median, beside the other lane where there is one).
-    ``samples``: all measurements in seconds by count, of a step alone.
+    ``samples``: all measurements in seconds by count, of a step alone; none of what could not run.
     """
 
     budget: int
@@ -191,7 +199,7 @@ def search_budget(
 
 
 def _samples_alone(search: _Search, interference: float) -> dict[int, float]:
-    return {count: seconds / interference for count, seconds in search.samples.items()}
+    return {count: seconds / interference for count, seconds in search.samples.items() if seconds < math.inf}
 
 
 def _infeasible(search: _Search, low: int, warn: bool, interference: float) -> BudgetResult:

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import math
-
 import msgspec
 
 from trinity.core.scheduler import StepTime
 from trinity.costs.budgets import CostCurve, StepCost
-from trinity.errors import ConfigError
-from trinity.errors.arguments import KeywordsByName
+from trinity.errors.arguments import KeywordsByName, Number, check_struct
 
 
 class LinearCost(msgspec.Struct, metaclass=KeywordsByName, frozen=True, kw_only=True, tag=True):
-    """Linear cost model of a step. Raises ``ConfigError`` for negative costs.
+    """Linear cost model of a step. Raises ``ConfigError`` for costs that are not finite numbers of at least 0.
 
     step_s (s, 0): each pass over the language model.
     decode_s (s, 0): each decode row.
@@ -23,17 +20,15 @@ class LinearCost(msgspec.Struct, metaclass=KeywordsByName, frozen=True, kw_only=
     source (""): where the costs come from, for reports.
     """
 
-    step_s: float = 0.0
-    decode_s: float = 0.0
-    prefill_s: float = 0.0
-    encode_s: float = 0.0
-    media_s: float = 0.0
+    step_s: Number = 0.0
+    decode_s: Number = 0.0
+    prefill_s: Number = 0.0
+    encode_s: Number = 0.0
+    media_s: Number = 0.0
     source: str = ""
 
     def __post_init__(self) -> None:
-        times = (self.step_s, self.decode_s, self.prefill_s, self.encode_s, self.media_s)
-        if not all(0 <= seconds < math.inf for seconds in times):
-            raise ConfigError(f"{self!r}: costs must be at least 0 seconds")
+        check_struct(self)
 
     def seconds(self, decodes: int, prefill_tokens: int, media_tokens: int) -> float:
         """Seconds of one step with these rows."""

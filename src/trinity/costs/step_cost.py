@@ -11,15 +11,16 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import median
-from typing import Protocol
+from typing import Annotated, Protocol
 
 import msgspec
+from msgspec import Meta
 
 from trinity.costs.budgets import StepCost
 from trinity.costs.engines import DEFAULT_ENGINE, ENGINES
 from trinity.costs.model_shape import ModelShape
 from trinity.errors import ConfigError, UnknownName
-from trinity.errors.arguments import KeywordsByName, Number, check_call, check_struct
+from trinity.errors.arguments import Count, KeywordsByName, Number, Whole, check_call, check_struct
 from trinity.errors.files import read_regular_file, write_file
 
 _ACTIVATIONS = 18  # elements of activations moved for each token and unit of width of a layer (table 2: 8 + 10)
@@ -257,6 +258,7 @@ PROFILE_TOKENS = (1, 64, 256, 1024)
 PROFILE_IMAGES = (1, 2, 4)
 
 
+_CONTEXTS = "measured tables need at least one context, finite and in ascending order"
 KINDS_OF_WORK = ("decodes", "prefill", "media")  # of a step; each has a curve in ``StepCost``
 
 
@@ -277,17 +279,16 @@ class CostTables(
     device: str
     dtype: str
     source: str
-    costs: tuple[tuple[Number, StepCost], ...]
-    context: float = 512
-    interference: float = 1.0
+    costs: Annotated[tuple[tuple[Number, StepCost], ...], Meta(description=_CONTEXTS)]
+    context: Number = 512
+    interference: Annotated[float, Meta(ge=1)] = 1.0
     shape: str = ""
 
     def __post_init__(self) -> None:
+        check_struct(self)
         contexts = [context for context, _ in self.costs]
-        if not contexts or contexts != sorted(set(contexts)) or not 0 <= contexts[-1] < math.inf:
-            raise ConfigError("measured tables need at least one context, finite and in ascending order")
-        if not 0 <= self.context < math.inf:
-            raise ConfigError(f"context is a finite number of tokens, got {self.context!r}")
+        if not contexts or contexts != sorted(set(contexts)):
+            raise ConfigError(_CONTEXTS)
         for index, (context, cost) in enumerate(self.costs):
             for kind in KINDS_OF_WORK:
                 at = next((n for n, (_, seconds) in enumerate(getattr(cost, kind)) if not seconds > 0), None)
@@ -297,13 +298,12 @@ class CostTables(
                         f"costs[{index}].{kind}[{at}]: a step of {count} takes {seconds!r} s at context {context:g}, "
                         "and a measured time is above 0: profile again"
                     )
-        if not 1 <= self.interference < math.inf:
-            raise ConfigError(f"interference is at least 1, got {self.interference!r}")
 
     @classmethod
+    @check_call
     def from_samples(
         cls,
-        contexts: Mapping[int, Mapping[str, Mapping[int, float]]],
+        contexts: Mapping[Count, Mapping[str, Mapping[Whole, Number]]],
         *,
         model: str,
         device: str,
@@ -313,7 +313,8 @@ class CostTables(
         """Build tables from seconds by context, kind ("decodes", "prefill", "media") and count.
 
         Noise is removed from each kind. A kind that was not measured at a context costs what it costs at the next
-        shorter one. Media are looked up at the shortest context only: their cost does not depend on it.
+        shorter one. Media are looked up at the shortest context only: their cost does not depend on it. Raises
+        ``ConfigError`` as ``StepCost.from_samples``.
         """
         costs: list[tuple[float, StepCost]] = []
         known: dict[str, Mapping[int, float]] = {}
