@@ -29,7 +29,7 @@ from trinity.planner.search_space import Space
 from trinity.simulation.role_switches import PlacementChange
 from trinity.simulation.simulator import Simulator
 from trinity.timeline import Slice
-from trinity.traces.trace import TraceAudio, TraceImage, TraceRow, TraceVideo
+from trinity.traces.trace import Trace, TraceAudio, TraceImage, TraceRow, TraceVideo
 
 SOUND: dict[Any, dict[str, Any]] = {  # arguments that each constructor takes
     trinity.BatchRules: {},
@@ -396,6 +396,36 @@ def test_a_missing_argument_is_named() -> None:
         trinity.Instance()  # type: ignore[call-arg]
     with pytest.raises(trinity.RequestError, match=r"Media\(\): .*; it takes kind, source"):
         trinity.Media("image", 1, 2)  # type: ignore[call-arg]
+
+
+FORGOTTEN: list[tuple[Callable[[], object], str]] = [
+    (
+        lambda: trinity.HybridPlanner("llava-1.5-7b", backend="python"),  # type: ignore[call-arg]
+        r"HybridPlanner\(\): missing a required argument: 'slo'; it takes model, slo, ",
+    ),
+    (
+        lambda: trinity.Pipeline(threads=2),  # type: ignore[call-arg]
+        r"Pipeline\(\): missing a required argument: 'model'; it takes model, placement, ",
+    ),
+    (
+        lambda: trinity.Pipeline("m", "EPD", "thread", threads=2),  # type: ignore[call-arg, misc]
+        r"Pipeline\(\): too many positional arguments; it takes model, placement, ",
+    ),
+    (
+        lambda: trinity.Pipeline(threds=2),  # type: ignore[call-arg]
+        r"Pipeline\(\) has no keyword 'threds': did you mean 'threads'\? it takes model, placement, ",
+    ),
+    (
+        lambda: Trace.load("file", om_error="skip"),  # type: ignore[call-arg]
+        r"Trace.load\(\) has no keyword 'om_error': did you mean 'on_error'\? it takes path, on_error",
+    ),
+]
+
+
+@pytest.mark.parametrize(("call", "said"), FORGOTTEN)
+def test_what_is_wrong_with_a_call_is_said_and_not_its_sound_keywords(call: Callable[[], object], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        call()
 
 
 def test_a_secret_is_not_shown_where_it_is_too_short() -> None:

@@ -16,7 +16,7 @@ import os
 import re
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Annotated, Any, Literal, ParamSpec, TypeVar, Union, get_args, get_origin
 
@@ -82,21 +82,22 @@ def check_call(function: Callable[Parameters, T]) -> Callable[Parameters, T]:
     signature = inspect.signature(function)
     listed = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     called = function.__qualname__.removesuffix(".__init__")
-    takes = [name for name, each in signature.parameters.items() if name != "self" and each.kind not in listed]
     rest = next((name for name, each in signature.parameters.items() if each.kind is each.VAR_KEYWORD), "")
     checked = [name for name, each in signature.parameters.items() if each.kind not in listed]
+    takes = [name for name in checked if name not in ("self", "cls")]
 
     @functools.wraps(function)
     def checking(*args: Parameters.args, **kwargs: Parameters.kwargs) -> T:
+        hints, known = _hints(function), takes
+        given: Set[str] = set() if rest else kwargs.keys()  # further keywords may be any,
+        if rest in hints and get_origin(hints[rest]) is typing.Unpack:  # or are listed by a TypedDict
+            known, given = [*takes, *get_args(hints[rest])[0].__annotations__], kwargs.keys()
         try:
             bound = signature.bind(*args, **kwargs)
         except TypeError as error:
-            raise ConfigError(explain_call(called, kwargs, takes, error)) from None
-        hints = _hints(function)
-        if rest in hints and get_origin(hints[rest]) is typing.Unpack:  # further keywords, listed by a TypedDict
-            known = [*takes, *get_args(hints[rest])[0].__annotations__]
-            if not bound.arguments.get(rest, {}).keys() <= set(known):
-                raise ConfigError(explain_call(called, kwargs, known, TypeError()))
+            raise ConfigError(explain_call(called, given, known, error)) from None
+        if not given <= set(known):
+            raise ConfigError(explain_call(called, given, known, TypeError()))
         for name in checked:
             if name in bound.arguments and name in hints:
                 bound.arguments[name] = check_value(name, bound.arguments[name], hints[name])
