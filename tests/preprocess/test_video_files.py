@@ -19,11 +19,14 @@ pytest.importorskip("av", reason="PyAV is not installed: pip install av")
 from support.checkpoint_files import checkpoint
 from support.recordings import oracle
 from support.video_clips import ask, chat, clip
-from support.video_files import write_sound, write_video
+from support.video_files import av1_of_hidden_frames, write_sound, write_video
 from trinity.errors import BadMedia
+from trinity.preprocess import video_files
+from trinity.preprocess.media_costs import Price
 from trinity.preprocess.media_limits import MediaLimits, MediaProblem
 from trinity.preprocess.processor import RequestProcessor
 from trinity.preprocess.video_files import read_video
+from trinity.preprocess.video_prices import CodedFrames, price_frames
 from trinity.request import Media, Request
 
 FORMS = [("mp4", "mpeg4"), ("mp4", "h264"), ("matroska", "mpeg4"), ("avi", "mpeg4"), ("webm", "vp8")]
@@ -116,6 +119,24 @@ def test_frames_at_odd_times_are_counted_one_by_one() -> None:
 
 
 # ---------------------------------------------------------------- what lies
+
+
+def test_frames_of_av1_that_are_not_shown_are_priced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A packet has one frame that is shown, and any number before it that is decoded."""
+    priced: list[CodedFrames] = []
+
+    def price(found: CodedFrames, kept: int) -> Price:
+        priced.append(found)
+        return price_frames(found, kept)
+
+    monkeypatch.setattr(video_files, "price_frames", price)
+    for times in (1, 300):
+        found = read_video(av1_of_hidden_frames(20, 320, 240, times), MediaLimits(), lambda _: [0, 19])
+        assert found.total == 20
+    plain, repeated = priced[2], priced[-1]
+    assert repeated.number == plain.number == 20
+    assert repeated.hidden == plain.hidden + 299
+    assert price_frames(repeated, 0).units > 20 * price_frames(plain, 0).units
 
 
 def claims(**fields: int) -> bytes:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -84,4 +85,48 @@ def encode_video(codec: str, container: str, count: int, width: int, height: int
                 frame = np.repeat((128 + waves).astype(np.uint8)[:, :, None], 3, axis=2)
             output.mux(stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")))
         output.mux(stream.encode())
+    return file.getvalue()
+
+
+def _list_units(data: bytes) -> Iterator[bytes]:
+    """Yield the units of AV1 data, which all have a size."""
+    at = 0
+    while at < len(data):
+        begin, size, shift = at, 0, 0
+        at += 2 if data[at] & 4 else 1
+        while True:
+            size, shift, at = size | (data[at] & 127) << shift, shift + 7, at + 1
+            if data[at - 1] < 128:
+                break
+        at += size
+        yield data[begin:at]
+
+
+def av1_of_hidden_frames(count: int, width: int, height: int, times: int) -> bytes:
+    """Encode so many frames as AV1, and repeat the smallest of those that are not shown so many times."""
+    import av
+
+    rows, columns = np.mgrid[0:height, 0:width]
+    file = io.BytesIO()
+    with av.open(file, "w", format="matroska") as output:
+        stream: Any = output.add_stream("libsvtav1", rate=25)
+        stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
+        stream.options = {"preset": "12", "svtav1-params": "lp=1:hierarchical-levels=3"}
+        packets: list[Any] = []
+        for number in range(count):
+            waves = (128 + np.sin((columns + 8 * number) / 37 + rows / 23) * 80).astype(np.uint8)
+            packets += stream.encode(
+                av.VideoFrame.from_ndarray(np.repeat(waves[:, :, None], 3, axis=2), format="rgb24")
+            )
+        packets += stream.encode()
+        coded = [bytes(packet) for packet in sorted(packets, key=lambda packet: packet.dts)]
+        hidden = [  # a frame (6) of the kind that refers to others, neither shown nor to be shown later
+            unit for data in coded for unit in _list_units(data) if unit[0] >> 3 & 15 == 6 and unit[2] >> 4 == 2
+        ]
+        small = min(hidden, key=len)
+        for number, data in enumerate(coded):
+            packet = av.Packet(data.replace(small, small * times, 1))
+            packet.stream, packet.pts, packet.dts, packet.time_base = stream, number, number, Fraction(1, 25)
+            packet.is_keyframe = number == 0
+            output.mux(packet)
     return file.getvalue()

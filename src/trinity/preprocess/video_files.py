@@ -17,12 +17,14 @@ import numpy as np
 
 from trinity.errors import describe_error, pip_install
 from trinity.errors.plain_values import is_address
+from trinity.preprocess.boxes import read_av1
 from trinity.preprocess.clips import Frames, check_size
 from trinity.preprocess.media_costs import check_price
 from trinity.preprocess.media_limits import MediaLimits, MediaProblem
 from trinity.preprocess.media_sources import check_bytes, read_data_uri, read_file
 from trinity.preprocess.video_prices import CODECS, CodedFrames, count_packets, find_frames, price_frames
 
+_AV1, _UNITS = ("av1", "libdav1d"), 4  # names of the codec, and units of a packet
 _BYTES = "max_video_bytes"
 _CONTAINERS = "avi,flv,matroska,mov,mpeg,mpegts,ogg"  # none of them reads other files
 _PROBED = {"probesize": str(8 << 20), "analyzeduration": "5000000"}  # bytes and microseconds that tell what a file is
@@ -125,16 +127,18 @@ def _find_stream(container: Any, limits: MediaLimits, decodes: bool) -> Any:
 
 def _count_frames(container: Any, stream: Any, data: bytes, scans: int) -> CodedFrames:
     """Count packets of the stream, which are its frames, and their bytes, without decoding any."""
-    count = coded = number = 0
-    parts = count_packets(len(data))
+    count = coded = number = frames = 0
+    parts, units = count_packets(len(data)), count_packets(len(data), _UNITS)
+    codec = stream.codec_context
     for packet in container.demux():
         number = next(parts)
         if packet.stream.index == stream.index and packet.size > 0:
             count, coded = count + 1, coded + packet.size
+            frames += read_av1(bytes(packet), units).frames if codec.name in _AV1 else 1
     if count == 0:
         raise MediaProblem("has no frames")
-    codec = stream.codec_context
-    return CodedFrames(codec.name, codec.width, codec.height, count, coded, number, scans)
+    hidden = max(0, frames - count)
+    return CodedFrames(codec.name, codec.width, codec.height, count, coded, number, scans, hidden=hidden)
 
 
 def _read_stream(container: Any, stream: Any, total: int, limits: MediaLimits, choose: Choose) -> Frames:

@@ -60,7 +60,7 @@ _MATROSKA = {
 class CodedFrames(NamedTuple):
     """Frames of a file's video: codec by FFmpeg's name, size in pixels, number, coded bytes, scans beyond one a frame.
 
-    ``packets``: of all streams. ``fps`` (0.0: unknown).
+    ``packets``: of all streams. ``fps`` (0.0: unknown). ``hidden``: further frames, which are decoded and not shown.
     """
 
     codec: str
@@ -71,11 +71,15 @@ class CodedFrames(NamedTuple):
     packets: int = 0
     scans: int = 0
     fps: float = 0.0
+    hidden: int = 0
 
 
-def count_packets(size: int) -> Parts:
-    """Return a counter of packets of a file of so many bytes: looking at more would cost more than its bytes may."""
-    return Parts(min(1 << 20, 25_000 + size // 100), f"packets in {size} bytes", "give a shorter video")
+def count_packets(size: int, units: int = 1) -> Parts:
+    """Return a counter of packets of a file of so many bytes: looking at more would cost more than its bytes may.
+
+    ``units``: of a packet that are counted one by one.
+    """
+    return Parts(units * min(1 << 20, 25_000 + size // 100), f"packets in {size} bytes", "give a shorter video")
 
 
 def price_frames(found: CodedFrames, kept: int) -> Price:
@@ -88,9 +92,12 @@ def price_frames(found: CodedFrames, kept: int) -> Price:
     nanoseconds = times * (
         found.number * (pixel * pixels + _FRAME_NS) + byte * found.coded + _SCAN_NS * found.scans * pixels
     )
+    again = 1 + _PROBED if found.hidden > found.number else 1  # all may lie before the first that is shown
+    nanoseconds += again * found.hidden * (pixel * pixels + _FRAME_NS)
     nanoseconds += _SHOWN_NS * kept * pixels + 2 * _PACKET_NS * max(found.packets, found.number)
-    scans = f" and {found.scans} further scans" if found.scans else ""
-    what = f"is {found.codec} of {found.number} frames of {found.width} x {found.height} pixels{scans}"
+    more = ((found.scans, "further scans"), (found.hidden, "frames that are not shown"))
+    beside = "".join(f" and {count} {name}" for count, name in more if count)
+    what = f"is {found.codec} of {found.number} frames of {found.width} x {found.height} pixels{beside}"
     held = 3 * pixels * (min(found.number, _HELD_FRAMES) + kept) + 2 * found.coded
     return Price.of(nanoseconds, held + 3 * kept * pixels, 3 * kept * pixels, what, "give a shorter or smaller video")
 
