@@ -127,6 +127,17 @@ class FairTurns:
         found.waiting.appendleft(job)
         self.waiting += 1
 
+    def resize(self, job: FairJob, size: int) -> None:
+        """Have a job that runs take so many places from now on, whether or not there are as many."""
+        more = size - job.size
+        job.size, self.running = size, self.running + more
+        self.held += more if job.held else 0
+        self._clients[job.client].running += more
+
+    def count(self, client: str) -> int:
+        """Count the places that a client's jobs take."""
+        return self._clients[client].running if client in self._clients else 0
+
     def leave(self, job: FairJob, cost: float) -> None:
         """End a job that ran. ``cost``: what it cost, in one unit for all jobs."""
         found = self._free(job)

@@ -19,6 +19,7 @@ from trinity.request import Request
 T = TypeVar("T")
 SHORT_TEXT = 1 << 18  # characters, and 64 for each value: a tenth of a second to tokenize
 MOST_PREPARED_BYTES = 1 << 30  # of processors that no pipeline has
+FETCHED_AT_FIRST = 4 << 20  # bytes that are taken for a URL before anything has come of it
 _CLOSED = "the request processor was closed before it had processed this request"
 
 
@@ -112,6 +113,27 @@ class FairQueue:
             self.drop(job)
             raise
         return job
+
+    def start_first(self, client: str, size: int, most: int) -> FairJob | None:
+        """Start a job at once, if its client has no places and would then have no more than were left of ``most``."""
+        with self._lock:
+            if self.closed or self.turns.count(client) or size > most - self.turns.running - size:
+                return None
+            return self.turns.start(client, size)
+
+    def resize(self, job: FairJob, size: int, most: int) -> bool:
+        """Have a job that runs take so many places, whether or not there are as many.
+
+        False where its client would then have more than were left of ``most``: it goes on with those that it had.
+        """
+        with self._lock:
+            more, turns = size - job.size, self.turns
+            if more > 0 and turns.count(job.client) + more > most - turns.running - more:
+                return False
+            turns.resize(job, size)
+        if more < 0:
+            self.start_next()
+        return True
 
     def drop(self, job: FairJob) -> None:
         """End a job in whatever state it is, at no cost but what it has paid as it was paused."""
@@ -256,14 +278,44 @@ class LaneVisit:
                 self.lane.queue.start_next()
 
 
+class FetchedBytes:
+    """Bytes that one request has fetched, as they come."""
+
+    def __init__(self, queue: FairQueue, job: FairJob, request_id: str) -> None:
+        self._queue, self._job, self._request_id = queue, job, request_id
+        self.size = 0
+
+    def add(self, size: int) -> None:
+        """Count bytes that have come. Raises ``RequestTooLarge`` for more than there will be, ``Overloaded``."""
+        self.size += size
+        most = 4 * self._queue.turns.places
+        if self.size <= most // 2 and (self.size <= self._job.size or self._queue.resize(self._job, self.size, most)):
+            return
+        told, self.size = self.size, 0
+        self.end()  # at once: the next bytes that come are those of a request that would else be refused, too
+        if told > most // 2:
+            text = f"its URLs lead to more than {most // 2} bytes, a quarter of max_waiting_bytes"
+            raise RequestTooLarge(f"{text}: give fewer or smaller media", self._request_id)
+        text = "what was fetched for other requests took this client's part of max_waiting_bytes"
+        raise Overloaded(f"{text}; try again later", self._request_id)
+
+    def end(self) -> None:
+        """Give back what was taken beforehand and did not come."""
+        self._queue.resize(self._job, max(1, self.size), self._job.size)
+
+
 class SharedRoom:
     """Bytes that all requests share which are being prepared, or are prepared and wait; clients take them in turns.
 
     ``most``: bytes; ``wait_s``: longest wait of a request for them.
+
+    What was fetched waits for a place on a lane and then for these, so it takes none of them: such requests would wait
+    for each other. It has half as many besides, of which a client has no more than are free; what is fetched already
+    waits for none. A client's first request is fetched at once; others wait while a quarter of the half is taken.
     """
 
     def __init__(self, most: int, wait_s: float) -> None:
-        self._queue, self._wait_s = FairQueue(most), wait_s
+        self._queue, self._fetched, self._wait_s = FairQueue(most), FairQueue(most // 8), wait_s
 
     @property
     def most(self) -> int:
@@ -272,13 +324,31 @@ class SharedRoom:
 
     @most.setter
     def most(self, most: int) -> None:
-        self._queue.turns.places = most
-        self._queue.start_next()
+        for queue, places in ((self._queue, most), (self._fetched, most // 8)):
+            queue.turns.places = places
+            queue.start_next()
 
     @property
     def taken(self) -> int:
-        """Bytes that are taken."""
-        return self._queue.turns.running
+        """Bytes that are taken, those that were fetched included."""
+        return self._queue.turns.running + self._fetched.turns.running
+
+    @asynccontextmanager
+    async def fetching(self, urls: int, request_id: str, client: str) -> AsyncIterator[FetchedBytes]:
+        """Count what is fetched within for a request of so many URLs; wait until it may begin.
+
+        Raises ``Overloaded`` after ``wait_s``.
+        """
+        places = self._fetched.turns.places
+        size = max(1, min(urls * FETCHED_AT_FIRST, places // 4))
+        job = self._fetched.start_first(client, size, 4 * places)
+        if job is None:
+            job = await self._wait(self._fetched, size, request_id, client)
+        try:
+            yield FetchedBytes(self._fetched, job, request_id)
+        finally:
+            self._fetched.leave(job, job.size)
+            self._fetched.start_next()
 
     @asynccontextmanager
     async def share(self, size: int, request_id: str, visit: LaneVisit) -> AsyncIterator[None]:
@@ -296,17 +366,17 @@ class SharedRoom:
         try:
             if job is None:
                 async with visit.outside():
-                    job = await self._wait(size, request_id, visit.client)
+                    job = await self._wait(self._queue, size, request_id, visit.client)
             yield
         finally:
             if job is not None:
                 self._queue.leave(job, size)  # what waits is looked at once the caller has come to its next wait
                 asyncio.get_running_loop().call_soon(self._queue.start_next)
 
-    async def _wait(self, size: int, request_id: str, client: str) -> FairJob:
+    async def _wait(self, queue: FairQueue, size: int, request_id: str, client: str) -> FairJob:
         try:
             async with asyncio.timeout(self._wait_s):
-                return await self._queue.take(client, size)
+                return await queue.take(client, size)
         except TimeoutError:
             text = f"media of other requests took all of max_waiting_bytes ({self.most}) for {self._wait_s:g} s"
             raise Overloaded(f"{text}; try again later", request_id) from None
@@ -314,6 +384,7 @@ class SharedRoom:
     def close(self) -> None:
         """End with ``ClosedError`` what waits. May be called twice."""
         self._queue.close()
+        self._fetched.close()
 
     def hold(self, size: int, client: str) -> FairJob:
         """Count bytes that a client has already."""

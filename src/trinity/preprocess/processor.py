@@ -209,19 +209,31 @@ class RequestProcessor:
         """Process a request like ``process``, on the processor's threads, with images and requests in parallel.
 
         Requests of media, and very long texts, wait for each other on a lane of their own: none of them is waited for
-        by others. Clients have fair turns. Media wait for bytes that others take, for ``preprocess_timeout_s`` at most.
+        by others. Clients have fair turns. Media wait for bytes that others take, for ``preprocess_timeout_s`` at most,
+        and so do URLs before they are fetched.
         Raises ``ClosedError`` after ``close()``, ``Overloaded``, and the errors of ``process``.
         """
         checked = self._admit(await self.sampling_door.admit(check_request(request), self._stop_ids, self.defaults))
         if self._reads_first and any(is_url(item.source) for item in checked.all_media()):
             async with self._text_lane.visit(request._client) as visit:  # what its text makes wrong, before a fetch
                 await self._run(visit, checked.request_id, self._parse, checked)
-        fetched = await self._fetch(checked, checked.all_media())
-        checked = msgspec.structs.replace(checked, images=(), media=fetched)
+        media = checked.all_media()
+        urls = sum(is_url(item.source) for item in media)
+        if not urls:
+            return await self._prepare_on_lane(checked, media)
+        name = checked.request_id
+        async with self.room.fetching(urls, name, request._client) as bytes_:
+            with _own_errors(name):  # on the event loop: a slow host holds no thread
+                fetched = await self._fetcher.fetch_all(media, checked.untrusted, bytes_.add)
+            bytes_.end()
+            return await self._prepare_on_lane(checked, fetched)
+
+    async def _prepare_on_lane(self, request: Request, media: Sequence[Media]) -> ProcessedRequest:
+        request = msgspec.structs.replace(request, images=(), media=tuple(media))
         if self._closed:
             raise ClosedError("the request processor is closed")
-        async with (self._media_lane if takes_long(checked) else self._text_lane).visit(request._client) as visit:
-            return await self._prepare(checked, visit)
+        async with (self._media_lane if takes_long(request) else self._text_lane).visit(request._client) as visit:
+            return await self._prepare(request, visit)
 
     async def _prepare(self, request: Request, visit: LaneVisit) -> ProcessedRequest:
         """Process an admitted request, whose media are fetched, on a visit to its lane."""
@@ -241,11 +253,6 @@ class RequestProcessor:
         if not parsed.media:
             return self._read_all(parsed)
         return parsed, self._sum_cost(request.request_id, parsed.media, self._at_once).bytes
-
-    async def _fetch(self, request: Request, media: Sequence[Media]) -> tuple[Media, ...]:
-        """Fetch the URLs among a request's media, on the event loop: a slow host holds no thread."""
-        with _own_errors(request.request_id):
-            return await self._fetcher.fetch_all(media, request.untrusted)
 
     async def _read_items(self, parsed: _ParsedRequest, visit: LaneVisit) -> list[MediaItem]:
         """Read all media of a request in parallel. If one fails, cancel the others and leave none running."""

@@ -14,12 +14,12 @@ import os
 import reprlib
 import ssl
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
-from trinity.errors import ConfigError, describe_error, pip_install
+from trinity.errors import ConfigError, RequestError, describe_error, pip_install
 from trinity.errors.plain_values import is_address
 from trinity.preprocess.hidden_urls import hide_urls, name_url
 from trinity.preprocess.media_kinds import find_kind
@@ -40,6 +40,13 @@ _UNTOLD = (
     "cannot be fetched: its host is not known, does not answer with its content in time, or is not allowed here; give "
     "it as a data: URI"
 )
+
+
+Count = Callable[[int], None]
+
+
+def _count_nothing(_: int) -> None:
+    """Nobody counts."""
 
 
 class _Refused(Exception):
@@ -66,15 +73,20 @@ class UrlFetcher:
         if limits.allow_urls or limits.allowed_hosts:
             _import_client()
 
-    async def fetch_all(self, media: Sequence[Media], untrusted: bool) -> tuple[Media, ...]:
-        """Replace each URL by its bytes, or by the ``MediaProblem`` that tells why there are none."""
+    async def fetch_all(
+        self, media: Sequence[Media], untrusted: bool, count: Count = _count_nothing
+    ) -> tuple[Media, ...]:
+        """Replace each URL by its bytes, or by the ``MediaProblem`` that tells why there are none.
+
+        ``count`` is called with the number of bytes that have come, for each few; what it raises ends all fetches.
+        """
         own = asyncio.Semaphore(_AT_ONCE)
 
         async def fetch(item: Media) -> Media:
             if not is_url(item.source):
                 return item
             async with own, self._slots:
-                return Media(item.kind, await self._try(item, untrusted))
+                return Media(item.kind, await self._try(item, untrusted, count))
 
         tasks = [asyncio.ensure_future(fetch(item)) for item in media]
         try:
@@ -91,14 +103,19 @@ class UrlFetcher:
         with ThreadPoolExecutor(1, thread_name_prefix="trinity-fetch") as thread:
             return thread.submit(lambda: asyncio.run(UrlFetcher(self._limits).fetch_all(media, untrusted))).result()
 
-    async def _try(self, item: Media, untrusted: bool) -> bytes | MediaProblem:
+    async def _try(self, item: Media, untrusted: bool, count: Count) -> bytes | MediaProblem:
         try:
-            return await self.fetch(item.source, untrusted, item.kind)
+            return await self.fetch(item.source, untrusted, item.kind, count)
         except MediaProblem as problem:
             return problem
 
-    async def fetch(self, url: str, untrusted: bool = False, kind: str = "image") -> bytes:
-        """Fetch an item of this kind, within ``url_timeout_s`` from first to last. Raises ``MediaProblem``."""
+    async def fetch(
+        self, url: str, untrusted: bool = False, kind: str = "image", count: Count = _count_nothing
+    ) -> bytes:
+        """Fetch an item of this kind, within ``url_timeout_s`` from first to last.
+
+        Raises ``MediaProblem``, and the ``RequestError`` of ``count``: see ``fetch_all``.
+        """
         free = self._limits.allow_urls and not untrusted
         shown = reprlib.repr(url)
         if not free and not self._rules.hosts:
@@ -109,8 +126,8 @@ class UrlFetcher:
         try:
             async with asyncio.timeout(self._limits.url_timeout_s):
                 with hide_urls():
-                    return await self._follow(url, None if free else self._rules, kind)
-        except MediaProblem:
+                    return await self._follow(url, None if free else self._rules, kind, count)
+        except (MediaProblem, RequestError):
             raise
         except TimeoutError as exc:
             why = f"took longer to fetch than url_timeout_s ({self._limits.url_timeout_s:g} s)"
@@ -125,7 +142,7 @@ class UrlFetcher:
         logger.info("%s was not fetched: %s", name_url(url), why)
         return MediaProblem(_UNTOLD)
 
-    async def _follow(self, url: str, rules: UrlRules | None, kind: str) -> bytes:
+    async def _follow(self, url: str, rules: UrlRules | None, kind: str, count: Count) -> bytes:
         httpx2, wanted = _import_client(), find_kind(kind)
         assert wanted is not None, "a model takes no kind that cannot be read"
         if len(url) > _LONGEST_URL:
@@ -138,7 +155,7 @@ class UrlFetcher:
                 answer = await self._ask(client, target, addresses, wanted.accept)
                 try:
                     if not answer.has_redirect_location:
-                        return await self._read(answer, wanted.bytes_limit)
+                        return await self._read(answer, wanted.bytes_limit, count)
                     target = target.join(answer.headers["Location"])
                 finally:
                     await answer.aclose()
@@ -164,18 +181,17 @@ class UrlFetcher:
                     raise
         raise _Refused(f"the name {target.host} has no address")
 
-    async def _read(self, answer: Any, bound: str) -> bytes:
+    async def _read(self, answer: Any, bound: str, count: Count) -> bytes:
         if answer.status_code != 200:
             raise _Refused(f"it answers with status {answer.status_code}")
         if answer.headers.get("Content-Encoding", "identity").lower() != "identity":
             raise _Refused("it answers with compressed bytes, although none were asked for")  # they may become any size
-        parts: list[bytes] = []
-        size = 0
+        data = bytearray()  # one piece: of thousands the system would not get the memory back
         async for chunk in answer.aiter_raw():
-            parts.append(chunk)
-            size += len(chunk)
-            check_bytes(size, self._limits, bound)
-        return b"".join(parts)
+            data += chunk
+            check_bytes(len(data), self._limits, bound)
+            count(len(chunk))
+        return bytes(data)
 
 
 async def _judge(target: Any, rules: UrlRules | None) -> list[str]:
