@@ -6,6 +6,7 @@ import asyncio
 import random
 import time
 from collections.abc import Callable
+from math import inf
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -156,7 +157,7 @@ def test_in_every_order_a_long_step_is_borne_and_one_that_hangs_is_given_up(seed
 # ---------------------------------------------------------------- what an instance tells of its steps
 
 Steps = dict[tuple[str, int], float]  # predicted seconds, by lane and number
-LANGUAGE = ("language", 2)
+VISION, LANGUAGE = ("vision", 1), ("language", 2)
 
 
 class Channel:
@@ -209,3 +210,36 @@ async def test_time_in_which_the_process_was_stopped_is_none_of_its_step(monkeyp
     found = await told(monkeypatch, lambda now: {LANGUAGE: 5.0}, 80.0, (4.5, 66.0))
     assert not any(is_hung(word) for _, word in found)
     assert found[-1][1].seconds == pytest.approx(80.0 - 66.0, abs=2 * BEAT_S)
+
+
+async def test_a_step_that_hangs_is_not_hidden_by_a_longer_one_of_another_lane(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was told of when the first step at the other stage had ended, after 591 s."""
+
+    def steps_at(now: float) -> Steps:
+        return ({VISION: 0.0} if now < 590.0 else {}) | ({LANGUAGE: 0.1} if now >= 2.0 else {})
+
+    found = await told(monkeypatch, steps_at, 700.0, (inf, 0.0))
+    first, word = next(each for each in found if is_hung(each[1]))
+    assert word.lane == "language"
+    assert first <= 2.0 + STEP_FLOOR_S + 2 * BEAT_S
+    assert all(word.lane == "vision" for at, word in found if at < first)
+
+
+async def test_of_two_steps_the_one_that_may_be_silent_for_longest_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other would be the end of it: its lane says nothing while this one holds the interpreter."""
+    found = await told(
+        monkeypatch, lambda now: {LANGUAGE: 0.1} | ({VISION: 40.0} if now >= 3.0 else {}), 9.0, (inf, 0.0)
+    )
+    assert {word.lane for at, word in found if at < 3.0} == {"language"}
+    assert {(word.predicted_s, word.lane) for at, word in found if at >= 3.0} == {(40.0, "vision")}
+
+
+async def test_a_step_that_begins_does_not_hide_one_that_may_be_silent_for_longer() -> None:
+    session = InstanceSession(b"s" * 32, "unix:/nowhere", asyncio.Event())
+    channel, steps = Channel(), dict[tuple[str, int], float]()
+    session.host = cast(Any, SimpleNamespace(predict_steps=lambda: steps))
+    session._frontend = cast(Any, channel)
+    for lane, predicted_s in (("vision", 40.0), ("language", 1.5)):
+        steps[lane, len(steps)] = predicted_s
+        await asyncio.to_thread(session._announce_step, lane, predicted_s)
+    assert [(word.lane, word.predicted_s) for _, word in channel.sent] == [("vision", 40.0)] * 2

@@ -32,10 +32,10 @@ from trinity.remote.fellow_front_ends import Fellows
 from trinity.remote.handshake import BrokenHandshake
 from trinity.remote.instance_loading import BUSY_BEAT_S, load_life, send_while_open
 from trinity.remote.instance_setup import describe_layouts, identify_model, make_instance_connector
+from trinity.remote.lane_steps import LaneSteps
 from trinity.remote.request_faults import decode_or_end, encode_all, end_requests, requests_of
 from trinity.remote.tls import TLSConfig
 from trinity.remote.wire import (
-    AtStep,
     CheckFiles,
     ConnectReport,
     DropPeer,
@@ -84,7 +84,7 @@ class InstanceSession:
         tls: TLSConfig | None = None,
     ) -> None:
         self.secret, self.crash, self.model, self.tls = secret, crash, model, tls
-        self.leaving = self._says_step = False
+        self.leaving = False
         self.pools: list[weakref.ref[BlockMemory]] = []
         self.loop = asyncio.get_running_loop()
         self.connector = Connector("shm")
@@ -99,6 +99,7 @@ class InstanceSession:
         self._links: dict[str, asyncio.Event] = {}
         self._meeting: dict[str, tuple[int, asyncio.Task[None]]] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._steps = LaneSteps()
         self.fellows = Fellows(address)
 
     # ------------------------------------------------------------ the front end's channel
@@ -354,8 +355,8 @@ class InstanceSession:
 
         def say() -> None:
             if self._frontend is not None:
-                self._says_step = True
-                send_while_open(self._frontend, encode(AtStep(0.0, predicted_s, lane)))
+                steps = self.host.predict_steps() if self.host is not None else {}
+                send_while_open(self._frontend, encode(self._steps.begin(lane, predicted_s, steps)))
             said.set()
 
         self.loop.call_soon_threadsafe(say)
@@ -364,21 +365,16 @@ class InstanceSession:
     async def _beat_at_work(self, channel: Channel, host: InstanceHost) -> None:
         """Say every second what step is long, and speak for a core that computes digests, for as long as it goes on.
 
-        One that hangs in a digest is spoken for no more. A step lasts for as many seconds as it is seen at: time in
-        which all of this process stood still, by a signal or with its container, is none of it.
+        One that hangs in a digest is spoken for no more.
         """
-        digests, beats = 0, dict[int, int]()
+        digests = 0
         while True:
             await asyncio.sleep(BUSY_BEAT_S)
             if host.blocks_digested != digests:
                 digests = host.blocks_digested
                 send_while_open(channel, encode(StillBusy()))
-            steps = host.predict_steps()
-            beats = {each: beats.get(each, -1) + 1 for each in steps}
-            longest, predicted_s = max(((beats[each] * BUSY_BEAT_S, steps[each]) for each in steps), default=(0.0, 0.0))
-            if longest > 0.0 or self._says_step:
-                send_while_open(channel, encode(AtStep(longest, predicted_s) if steps else AtStep()))
-            self._says_step = bool(steps) and (self._says_step or longest > 0.0)
+            if (told := self._steps.beat(host.predict_steps())) is not None:
+                send_while_open(channel, encode(told))
 
     def report_crash(self, name: str, error: BaseException) -> None:
         self._send_all([encode(InstanceFailure(type(error).__name__, str(error)))])

@@ -277,7 +277,7 @@ class SupervisorCore(PreparedLives):
     def _quiet(self, member: Member, event: Quiet, now: float) -> None:
         at_work = event.step_s is not None and member.phase in PRESENT  # may hold its interpreter for as long
         longest = self.silence_s if member.phase in PRESENT else max(self.silence_s, LOADING_SILENCE_S)
-        longest = max(longest, STEP_TIMES * event.predicted_s or STEP_FLOOR_S) if at_work else longest
+        longest = max(longest, find_silence_limit(event.predicted_s)) if at_work else longest
         longest = min(longest, LEAVING_SILENCE_S) if self.closing else longest
         if event.seconds > longest and member.phase in ALIVE:
             self._lose(member, f"it said nothing for {event.seconds:.1f} s", now)
@@ -358,6 +358,11 @@ class SupervisorCore(PreparedLives):
 def find_step_limit(predicted_s: float) -> float:
     """Return the seconds after which a step hangs; ``predicted_s``: for the whole of it, 0.0 if not known."""
     return max(STEP_FLOOR_S, STEP_TIMES * predicted_s) if predicted_s else STEP_UNKNOWN_S
+
+
+def find_silence_limit(predicted_s: float) -> float:
+    """Return the seconds that a step may be silent for, where ``silence_s`` is shorter; see ``find_step_limit``."""
+    return STEP_TIMES * predicted_s or STEP_FLOOR_S
 
 
 def _key(one: Member, two: Member) -> tuple[str, str]:

@@ -263,7 +263,7 @@ class AtStep(Value, frozen=True):
 
     - ``seconds`` (None): since the step began; None: no step is long any more.
     - ``predicted_s`` (seconds): predicted for the whole step; 0.0 if none like it has run.
-    - ``lane``: its lane, where the step begins.
+    - ``lane``: its lane, "" where no step is long.
     """
 
     seconds: float | None = None

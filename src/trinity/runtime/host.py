@@ -319,13 +319,13 @@ class InstanceHost:
         """Digests that the core's thread has computed so far: it grows while that thread does nothing else."""
         return 0 if self._digests is None else self._digests.computed
 
-    def predict_steps(self) -> dict[int, float]:
-        """Predict the seconds of the step that each lane is at, by the step's id; 0.0 where none like it has run."""
+    def predict_steps(self) -> dict[tuple[str, int], float]:
+        """Predict the seconds of each lane's present step, by the lane and its id; 0.0 where none like it has run."""
         found = {}
         for flight in self.core.state.lanes.values():
             with suppress(IndexError):  # the core's thread may take it out meanwhile
                 step = flight[0].step
-                found[step.id] = self._predict(step)
+                found[step.lane, step.id] = self._predict(step)
         return found
 
     def _predict(self, step: Step) -> float:
