@@ -17,6 +17,7 @@ from support.bare_launchers import started as started
 from support.paths import PYTHON_PATH
 from trinity.remote import warm_launchers
 from trinity.remote.fork_client import Launcher
+from trinity.remote.fork_supply import InstanceForks
 from trinity.remote.process_identity import read_start
 from trinity.remote.warm_launchers import take_launcher
 
@@ -51,6 +52,35 @@ async def test_one_that_imports_still_ends_at_once(started: Births, monkeypatch:
     async with asyncio.timeout(LIVENESS_S):
         await asyncio.to_thread(launcher.close)
     assert await has_gone(launcher, started)
+
+
+READY_AND_GONE = """import os; os.write(1, b'{"ready": 1}\\n')"""
+
+
+async def test_of_those_that_end_as_soon_as_they_are_ready_one_is_replaced(
+    started: Births, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """128 were started in three seconds; the third waits for a fork that needs it."""
+    monkeypatch.setattr(Launcher, "program", ("-c", READY_AND_GONE))
+    real, told = InstanceForks._replace, list[Launcher]()
+
+    def replace(forks: InstanceForks, ended: Launcher) -> None:
+        real(forks, ended)
+        told.append(ended)
+
+    monkeypatch.setattr(InstanceForks, "_replace", replace)
+    forks = InstanceForks()
+    async with asyncio.timeout(LIVENESS_S):
+        first, _ = await forks._open()
+        while len(told) < 2:
+            await asyncio.sleep(0.01)
+        assert told[0] is first
+        assert told[1] is not first
+        assert forks.opening is not None
+        assert (await forks.opening)[0] is told[1], "a third was started"
+        third, _ = await forks._open()
+        assert third not in told
+        await forks.close()
 
 
 # ---------------------------------------------------------------- the end of the program

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
+from math import inf
 from pathlib import Path
 
 from trinity.errors import ConfigError
@@ -19,6 +21,7 @@ from trinity.remote.tls import TLSConfig
 from trinity.remote.warm_launchers import LAUNCHER_WAITS_S, leave_launcher, take_launcher
 
 logger = logging.getLogger("trinity")
+REPLACED_S = 30.0  # that a launcher must have lasted which took another's place, to be replaced at once in turn
 
 
 class InstanceForks:
@@ -27,12 +30,14 @@ class InstanceForks:
     - ``waits_s`` (seconds, 0): how long the launcher waits for another pipeline of this program in the end; 0: it ends.
     - ``opening`` (None): the launcher in use, and whether it is ours to leave.
 
-    A launcher that has died is replaced at once, in the background; one that takes no order at the next fork.
+    A launcher that has died is replaced at once, in the background, unless another was half a minute before; that one,
+    and one that takes no order, are replaced at the next fork.
     """
 
     def __init__(self, waits_s: float = 0.0) -> None:
         self.opening: asyncio.Task[tuple[Launcher, bool]] | None = None
         self._waits_s, self._torch, self._closed = waits_s, True, False
+        self._replaced = -inf  # when one took another's place, monotonic clock
         self._lives: set[InstanceProcess] = set()
         self._shared = make_shared_folder()
 
@@ -81,9 +86,19 @@ class InstanceForks:
         return launcher, own
 
     def _replace(self, ended: Launcher) -> None:
-        """Start another launcher in place of one that has ended; one that never was ready is only tried when needed."""
-        if not self._closed and ended.ready.exception() is None:
-            logger.error("the launcher of instance processes has ended; another is started, and no instance is lost")
+        """Start another launcher in place of one that has ended.
+
+        Where that never was ready, or was lately started so itself, only the next fork does: what kills it is not over.
+        """
+        if self._closed or ended.ready.exception() is not None:
+            return
+        soon = time.monotonic() - self._replaced < REPLACED_S
+        when = "once an instance is" if soon else "now"
+        logger.error(
+            "the launcher of instance processes has ended; another is started %s, and no instance is lost", when
+        )
+        if not soon:
+            self._replaced = time.monotonic()
             self._open()
 
     def _let_go(self, launcher: Launcher, own: bool) -> None:
