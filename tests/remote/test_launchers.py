@@ -15,6 +15,7 @@ from trinity.errors import ConfigError
 from trinity.remote import fork_client
 from trinity.remote.channel import Address
 from trinity.remote.fork_client import SILENT_S, Launcher, LauncherSilent, find_kept
+from trinity.remote.process_identity import read_start
 from trinity.remote.supply import InstanceProcess
 
 NOWHERE = Address("unix", path="nowhere")
@@ -29,6 +30,12 @@ one = order(); say(taken=one); time.sleep({at_work}); say(id=one, process=5_000_
 time.sleep({slow}); two = order(); say(taken=two); say(id=two, process=5_000_001, born=1); sys.stdin.readline()
 """
 FROZEN_AT_WORK = "say(taken=order()); time.sleep(1000)"
+CANNOT_READ = """
+import subprocess
+one = order(); say(taken=one)
+child = subprocess.Popen(["sleep", "60"], stdin=subprocess.DEVNULL)
+say(id=one, process=child.pid, born=None); child.wait(); sys.stdin.readline()
+"""
 CHATTY = """
 print("a module says hello", flush=True); print("[1, 2]", flush=True)
 one = order(); say(taken=one); say(id=one, process=5_000_000, born=1); sys.stdin.readline()
@@ -85,6 +92,15 @@ async def test_one_whose_only_order_was_given_up_holds_nobody_for_ever(monkeypat
 async def test_a_line_that_is_no_answer_is_passed_over() -> None:
     async with launcher_of("-c", START + CHATTY) as launcher, asyncio.timeout(LIVENESS_S):
         assert (await launch(launcher)).number == 5_000_000
+
+
+async def test_one_that_cannot_read_a_start_has_its_fork_ended_all_the_same() -> None:
+    """For lack of descriptors, say: a live process counted as one that had ended, and was never killed."""
+    async with launcher_of("-c", START + CANNOT_READ) as launcher, asyncio.timeout(LIVENESS_S):
+        process = await launch(launcher)
+        assert not process.has_ended()
+        await process.end()
+        assert read_start(process.number) is None
 
 
 # ---------------------------------------------------------------- the real one

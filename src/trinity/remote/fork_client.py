@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from trinity.errors import ConfigError, PeerLost
 from trinity.errors.parent_process import hold_lifeline
 from trinity.remote.channel import Address
-from trinity.remote.process_identity import describe_inheritance, is_stopped
+from trinity.remote.process_identity import describe_inheritance, is_stopped, read_start
 from trinity.remote.supply import InstanceProcess
 from trinity.remote.tls import TLSConfig
 
@@ -197,7 +197,9 @@ class Launcher:
         elif "process" in answer:
             self._at_work.discard(answer["id"])
             if answer["id"] in self._started:  # else the other of the two that say so was first
-                process = self._forked[answer["id"]] = InstanceProcess(answer["process"], answer["born"])
+                number, born = answer["process"], answer["born"]
+                born = born if born is not None else read_start(number)  # the launcher may lack descriptors to read it
+                process = self._forked[answer["id"]] = InstanceProcess(number, born)
                 _settle(self._started.pop(answer["id"]), process)
         elif "awake" in answer:
             _settle(self._untaken.pop(answer["awake"]), None)
