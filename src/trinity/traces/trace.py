@@ -8,7 +8,7 @@ import random
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 import msgspec
 
@@ -57,14 +57,25 @@ class ServedRequest(Protocol):
 _USUAL_MS = (100, 100_000)  # bounds that are usual in milliseconds, and not in seconds
 
 
-class SLO(msgspec.Struct, metaclass=KeywordsByName, frozen=True):
+class _MadeByUsers(KeywordsByName):
+    """Looks at the bounds that a user gives, not at those that msgspec decodes, copies or unpickles later."""
+
+    if not TYPE_CHECKING:  # as in KeywordsByName
+
+        def __call__(cls, *args: Any, **keywords: Any) -> Any:
+            made = super().__call__(*args, **keywords)
+            _warn_of_milliseconds(made)
+            return made
+
+
+class SLO(msgspec.Struct, metaclass=_MadeByUsers, frozen=True):
     """Latency bounds of a service-level objective, in seconds.
 
     - ``ttft`` (s): bound on the time to first token.
     - ``tbt`` (s): bound on the time between tokens.
 
-    Raises ``ConfigError`` for a bound that is not a positive finite number, and warns (``TrinityWarning``) of one that
-    looks like milliseconds, from 100 to 100,000.
+    Raises ``ConfigError`` for a bound that is not a positive finite number. Its constructor warns (``TrinityWarning``)
+    of one that looks like milliseconds, from 100 to 100,000.
     """
 
     ttft: Positive
@@ -72,13 +83,9 @@ class SLO(msgspec.Struct, metaclass=KeywordsByName, frozen=True):
 
     def __post_init__(self) -> None:
         check_struct(self)
-        for name, bound in (("ttft", self.ttft), ("tbt", self.tbt)):
-            if _USUAL_MS[0] <= bound < _USUAL_MS[1]:
-                text = (
-                    f"SLO({name}={bound:g}) reads seconds; if these are milliseconds, give {name}={bound / 1000:g}. "
-                    f"For no bound give at least {_USUAL_MS[1]:,}"
-                )
-                warn_caller(text)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return msgspec.convert, (msgspec.structs.asdict(self), type(self))
 
     def is_met(self, served: ServedRequest, rule: SLORule = "p90") -> bool:
         """Check whether a request met the SLO. A request that failed, was refused or did not finish did not.
@@ -109,6 +116,15 @@ class SLO(msgspec.Struct, metaclass=KeywordsByName, frozen=True):
         if rule != "guard":
             return enough
         return enough and ttft_s + math.fsum(gaps) <= self.ttft + len(gaps) * self.tbt
+
+
+def _warn_of_milliseconds(slo: SLO) -> None:
+    for name, bound in (("ttft", slo.ttft), ("tbt", slo.tbt)):
+        if _USUAL_MS[0] <= bound < _USUAL_MS[1]:
+            warn_caller(
+                f"SLO({name}={bound:g}) reads seconds; if these are milliseconds, give {name}={bound / 1000:g}. "
+                f"For no bound give at least {_USUAL_MS[1]:,}"
+            )
 
 
 def attainment(requests: Iterable[ServedRequest], slo: SLO, rule: SLORule = "p90") -> float:
