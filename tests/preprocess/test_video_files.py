@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import base64
+import re
 import resource
 import struct
 import sys
+import time
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
@@ -19,10 +21,10 @@ pytest.importorskip("av", reason="PyAV is not installed: pip install av")
 from support.checkpoint_files import checkpoint
 from support.recordings import oracle
 from support.video_clips import ask, chat, clip
-from support.video_files import av1_of_hidden_frames, write_sound, write_video
+from support.video_files import av1_of_hidden_frames, video_of_tags, write_sound, write_video
 from trinity.errors import BadMedia
 from trinity.preprocess import video_files
-from trinity.preprocess.media_costs import Price
+from trinity.preprocess.media_costs import Price, unit_s
 from trinity.preprocess.media_limits import MediaLimits, MediaProblem
 from trinity.preprocess.processor import RequestProcessor
 from trinity.preprocess.video_files import read_video
@@ -137,6 +139,20 @@ def test_frames_of_av1_that_are_not_shown_are_priced(monkeypatch: pytest.MonkeyP
     assert repeated.number == plain.number == 20
     assert repeated.hidden == plain.hidden + 299
     assert price_frames(repeated, 0).units > 20 * price_frames(plain, 0).units
+
+
+@pytest.mark.parametrize(
+    ("kind", "count"),
+    [("Matroska", 4000), ("MP4", 4000), ("AVI", 6000), ("FLV", 4000), ("chapters", 25_000), ("cues", 50_000)],
+)
+def test_tags_that_ffmpeg_would_look_through_for_each_other_are_refused(kind: str, count: int) -> None:
+    """They may lie anywhere: behind a container's beginning, or in another container."""
+    few, many = video_of_tags(kind, 500), video_of_tags(kind, count)
+    assert read_video(few, MediaLimits(), every).total == 4
+    for data in (many, film(container="mp4") + many, film(container="avi") + many):
+        began = time.thread_time()
+        assert re.search("has more than [0-9]+ (tags and chapters; save|packets in)", refused(data))
+        assert time.thread_time() - began <= 0.15 * max(1.0, unit_s() / 6e-4)
 
 
 def claims(**fields: int) -> bytes:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import io
+import struct
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from typing import Any
 
 import numpy as np
+
+from support.costly_media import box
 
 
 def write_video(
@@ -130,3 +133,44 @@ def av1_of_hidden_frames(count: int, width: int, height: int, times: int) -> byt
             packet.is_keyframe = number == 0
             output.mux(packet)
     return file.getvalue()
+
+
+def video_of_tags(kind: str, count: int) -> bytes:
+    """Encode a video of four frames with so many tags: "Matroska", "chapters", "cues", "MP4", "AVI", "FLV"."""
+    forms = {"MP4": ("mp4", "mpeg4"), "AVI": ("avi", "mpeg4"), "FLV": ("flv", "flv")}
+    container, codec = forms.get(kind, ("matroska", "mpeg4"))
+    plain = encode_video(codec, container, 4, 64, 64)
+    numbers = range(count)
+    if kind == "AVI":
+        chunks = b"".join(b"".join(b"%c" % (65 + each // 26**place % 26) for place in range(4)) + b"\2\0\0\0x\0"
+                          for each in numbers)  # fmt: skip
+        place = plain.index(b"movi") - 8
+        return plain[:place] + b"LIST" + struct.pack("<L", 4 + len(chunks)) + b"INFO" + chunks + plain[place:]
+    if kind == "FLV":
+        keys = b"".join(b"\0\6%06x\0" % each + struct.pack(">d", 1.0) for each in numbers)
+        body = b"\2\0\x0aonMetaData\x08" + struct.pack(">L", count) + keys + b"\0\0\x09"
+        script = b"\x12" + len(body).to_bytes(3, "big") + bytes(7) + body + struct.pack(">L", len(body) + 11)
+        return plain[:13] + script + plain[13:]
+    if kind == "MP4":
+        free = (box(b"----", box(b"mean", bytes(4), b"com.a"), box(b"name", bytes(4), b"%06x" % each),
+                    box(b"data", b"\0\0\0\1\0\0\0\0x")) for each in numbers)  # fmt: skip
+        handler = box(b"hdlr", bytes(8), b"mdirappl", bytes(9))
+        more = box(b"udta", box(b"meta", bytes(4), handler, box(b"ilst", *free)))
+        place = plain.index(b"moov") - 4
+        size = struct.unpack_from(">L", plain, place)[0]
+        grown = struct.pack(">L", size + len(more)) + plain[place + 4 : place + size] + more
+        return plain[:place] + grown + plain[place + size :]
+    first = plain.index(b"\x18\x53\x80\x67") + 4
+    cluster = plain.index(b"\x1f\x43\xb6\x75", first)
+    made = {
+        "Matroska": (b"\x67\xc8\x8d\x45\xa3\x86%06x\x44\x87\x81x" % each for each in numbers),
+        "chapters": (b"\xb6\x8f\x73\xc4\x84" + struct.pack(">L", count - each) + b"\x91\x86"
+                     + (1000 * each).to_bytes(6, "big") for each in numbers),
+        "cues": (b"\xbb\x8e\xb3\x84" + struct.pack(">L", count - each) + b"\xb7\x86\xf7\x81\1\xf1\x81\1"
+                 for each in numbers),
+    }  # fmt: skip
+    outer = {"Matroska": (b"\x12\x54\xc3\x67", b"\x73\x73"), "chapters": (b"\x10\x43\xa7\x70", b"\x45\xb9")}
+    body = b"".join(made[kind])
+    for name in reversed(outer.get(kind, (b"\x1c\x53\xbb\x6b",))):
+        body = name + (1 << 56 | len(body)).to_bytes(8, "big") + body
+    return plain[:first] + b"\x01" + b"\xff" * 7 + plain[first + 8 : cluster] + body + plain[cluster:]

@@ -17,6 +17,7 @@ from trinity.preprocess.boxes import Box, find_box, walk_boxes
 from trinity.preprocess.file_parts import Parts
 from trinity.preprocess.media_costs import Price
 from trinity.preprocess.media_limits import MediaProblem
+from trinity.preprocess.video_tags import check_tags, read_element
 
 _CODECS: dict[str, tuple[float, float]] = {  # by FFmpeg's name: nanoseconds a pixel of a frame, and a coded byte
     "av1": (3.5, 70.0),
@@ -111,8 +112,10 @@ def find_frames(data: bytes) -> CodedFrames:
             "is no video in a supported container (AVI, FLV, Matroska, MP4, MPEG program or transport stream, Ogg, "
             "QuickTime, WebM), or is corrupt"
         )
+    parts = count_packets(len(data))
     try:
-        found = walk(data, count_packets(len(data)))
+        found = walk(data, parts)
+        check_tags(data, parts)
     except (struct.error, IndexError, ValueError) as exc:
         raise MediaProblem("has a header of video that cannot be read; is it truncated or corrupt?") from exc
     if found.codec == "mjpeg":
@@ -193,21 +196,6 @@ _TRACK, _NUMBER, _TYPE, _CODEC, _WIDE, _HIGH, _EACH = 0xAE, 0xD7, 0x83, 0x86, 0x
 _BLOCKS = {0xA3, 0xA1}
 
 
-def _element(data: bytes, at: int) -> tuple[int, int, int]:
-    """Read an element's id, where its content begins, and its size; -1: unknown."""
-    first = data[at]
-    length = 9 - first.bit_length() if first else 9
-    if length > 4:
-        raise ValueError("no element")
-    name, at = int.from_bytes(data[at : at + length], "big"), at + length
-    first = data[at]
-    length = 9 - first.bit_length() if first else 9
-    if length > 8:
-        raise ValueError("no size")
-    value = int.from_bytes(data[at : at + length], "big") & ((1 << 7 * length) - 1)
-    return name, at + length, -1 if value == (1 << 7 * length) - 1 else value
-
-
 def _walk_matroska(data: bytes, parts: Parts) -> CodedFrames:
     """Count the blocks of the first track of video."""
     tracks: list[dict[int, Any]] = []
@@ -215,7 +203,7 @@ def _walk_matroska(data: bytes, parts: Parts) -> CodedFrames:
     at = packets = 0
     while at + 2 < len(data):
         next(parts)
-        name, start, size = _element(data, at)
+        name, start, size = read_element(data, at)
         if name == _TRACK:
             tracks.append({})
         if name in _INSIDE or name == _TRACK:
