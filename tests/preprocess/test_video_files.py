@@ -21,7 +21,14 @@ pytest.importorskip("av", reason="PyAV is not installed: pip install av")
 from support.checkpoint_files import checkpoint
 from support.recordings import oracle
 from support.video_clips import ask, chat, clip
-from support.video_files import av1_of_hidden_frames, video_of_tags, write_sound, write_video
+from support.video_files import (
+    av1_of_hidden_frames,
+    avi_of_exif,
+    motion_jpeg_of_exif,
+    video_of_tags,
+    write_sound,
+    write_video,
+)
 from trinity.errors import BadMedia
 from trinity.preprocess import video_files
 from trinity.preprocess.media_costs import Price, unit_s
@@ -153,6 +160,26 @@ def test_tags_that_ffmpeg_would_look_through_for_each_other_are_refused(kind: st
         began = time.thread_time()
         assert re.search("has more than [0-9]+ (tags and chapters; save|packets in)", refused(data))
         assert time.thread_time() - began <= 0.15 * max(1.0, unit_s() / 6e-4)
+
+
+EXIF = {"frames of JPEG": lambda: motion_jpeg_of_exif(200), "a header of AVI": lambda: avi_of_exif(3000)}
+
+
+@pytest.mark.parametrize("place", EXIF)
+def test_exif_costs_nothing_in(place: str) -> None:
+    """FFmpeg would look through all entries for each other, of directories in directories too."""
+    data, spent = EXIF[place](), []
+    for _ in range(2):
+        began = time.process_time()
+        assert read_video(data, MediaLimits(), every).total == 4
+        spent.append(time.process_time() - began)
+    assert min(spent) <= 0.04 * max(1.0, unit_s() / 6e-4), spent
+
+
+def test_frames_whose_exif_is_not_found_in_the_file_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a Matroska that compresses its frames."""
+    monkeypatch.setattr(video_files, "_hide_exif", lambda data: data)
+    assert "has EXIF in its frames" in refused(motion_jpeg_of_exif(1))
 
 
 def claims(**fields: int) -> bytes:

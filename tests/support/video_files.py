@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -174,3 +174,45 @@ def video_of_tags(kind: str, count: int) -> bytes:
     for name in reversed(outer.get(kind, (b"\x1c\x53\xbb\x6b",))):
         body = name + (1 << 56 | len(body)).to_bytes(8, "big") + body
     return plain[:first] + b"\x01" + b"\xff" * 7 + plain[first + 8 : cluster] + body + plain[cluster:]
+
+
+def motion_jpeg_of_exif(entries: int) -> bytes:
+    """Encode four frames of JPEG, with EXIF whose every entry is one directory of so many entries."""
+    inside = 8 + 2 + 12 * entries + 4
+    outer = struct.pack("<HHLL", 0x8769, 4, 1, inside) * entries + bytes(4)
+    inner = b"".join(struct.pack("<HHLL", 1 + each, 3, 1, 1) for each in range(entries)) + bytes(4)
+    tiff = b"II*\0" + struct.pack("<LH", 8, entries) + outer + struct.pack("<H", entries) + inner
+    segment = b"\xff\xe1" + struct.pack(">H", 8 + len(tiff)) + b"Exif\0\0" + tiff
+    return _remux("mjpeg", lambda data: data[:2] + segment + data[2:])
+
+
+def _remux(codec: str, change: Callable[[bytes], bytes]) -> bytes:
+    """Encode four frames into an AVI, each packet of which is changed."""
+    import av
+
+    file = io.BytesIO()
+    with av.open(file, "w", format="avi") as output:
+        stream: Any = output.add_stream(codec, rate=25)
+        stream.width, stream.height, stream.pix_fmt = 64, 64, _PIXELS.get(codec, "yuv420p")
+        for number in range(4):
+            frame = np.full((64, 64, 3), 20 * number, np.uint8)
+            for given in stream.encode(av.VideoFrame.from_ndarray(frame, format="rgb24")):
+                packet = av.Packet(change(bytes(given)))
+                packet.stream, packet.pts, packet.dts, packet.time_base = stream, number, number, given.time_base
+                packet.is_keyframe = True
+                output.mux(packet)
+    return file.getvalue()
+
+
+def avi_of_exif(entries: int) -> bytes:
+    """Encode an AVI whose header has EXIF of so many entries."""
+    plain = bytearray(encode_video("mpeg4", "avi", 4, 64, 64))
+    tags = b"".join(struct.pack("<HHLL", 1 + each, 3, 1, 1) for each in range(entries)) + bytes(4)
+    body = b"AVIF" + bytes(4) + struct.pack("<H", entries) + tags
+    added = b"strd" + struct.pack("<L", len(body)) + body
+    place = plain.index(b"strf")
+    place += 8 + struct.unpack_from("<L", plain, place + 4)[0]
+    for name in (b"strl", b"hdrl"):
+        at = plain.index(name) - 4
+        struct.pack_into("<L", plain, at, struct.unpack_from("<L", plain, at)[0] + len(added))
+    return bytes(plain[:place]) + added + bytes(plain[place:])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,6 +29,8 @@ _AV1, _UNITS = ("av1", "libdav1d"), 4  # names of the codec, and units of a pack
 _BYTES = "max_video_bytes"
 _CONTAINERS = "avi,flv,matroska,mov,mpeg,mpegts,ogg"  # none of them reads other files
 _PROBED = {"probesize": str(8 << 20), "analyzeduration": "5000000"}  # bytes and microseconds that tell what a file is
+_FRAME_EXIF = re.compile(rb"(\xff\xe1..)Exif", re.DOTALL)
+_HEADER_EXIF = re.compile(rb"(strd....)AVIF", re.DOTALL)
 
 Choose = Callable[[dict[str, Any]], Sequence[int]]
 
@@ -38,7 +41,7 @@ def read_video(source: Any, limits: MediaLimits, choose: Choose) -> Frames:
     ``source``: a path, bytes or a data: URI. Raises ``MediaProblem`` for what is no video, is broken, or goes beyond
     the limits, and where PyAV is not installed.
     """
-    data = read_file_bytes(source, limits)
+    data = _hide_exif(read_file_bytes(source, limits))
     if not data:
         raise MediaProblem("is empty (0 bytes)")
     av, found = _load(), find_coded(data, limits)
@@ -73,6 +76,13 @@ def read_file_bytes(source: Any, limits: MediaLimits) -> bytes:
             "is a URL: where allow_urls or allowed_hosts allow it, a request's are fetched before; give bytes"
         )
     return read_file(text, limits, _BYTES)
+
+
+def _hide_exif(data: bytes) -> bytes:
+    """Rename EXIF in frames of JPEG and in headers of AVI: FFmpeg looks through all of its entries for each other."""
+    for found, name in ((_FRAME_EXIF, b"Exif"), (_HEADER_EXIF, b"AVIF")):
+        data = found.sub(rb"\1none", data) if name in data else data
+    return data
 
 
 def _load() -> Any:
@@ -134,6 +144,8 @@ def _count_frames(container: Any, stream: Any, data: bytes, scans: int) -> Coded
         number = next(parts)
         if packet.stream.index == stream.index and packet.size > 0:
             count, coded = count + 1, coded + packet.size
+            if codec.name == "mjpeg" and _FRAME_EXIF.search(bytes(packet)):
+                raise MediaProblem("has EXIF in its frames that cannot be left out; save it without")
             frames += read_av1(bytes(packet), units).frames if codec.name in _AV1 else 1
     if count == 0:
         raise MediaProblem("has no frames")
