@@ -34,6 +34,7 @@ from support.costly_media import (
     tiff_of_strips,
     wav,
 )
+from support.video_files import ogg_of_pages
 from trinity.errors import BadMedia, RequestTooLarge
 from trinity.preprocess import media
 from trinity.preprocess.image_prices import ImagePrice, price_image
@@ -112,6 +113,7 @@ LONG = {
     "tags of an FLV": b"FLV" + bytes(10) + (b"\x09\0\0\1" + bytes(11)) * (SIZE // 15),
     "elements of a Matroska": b"\x1a\x45\xdf\xa3\x80" + b"\xec\x80" * (SIZE // 2),
     "boxes of the fragments of an MP4": movie_of_boxes(SIZE),
+    "pages of an Ogg": ogg_of_pages(SIZE // 27),
     "units of each item of an AVIF": avif_of_units(SIZE),
     "headers of sequences of an AVIF": avif_of_units(SIZE, sequence_header(), 1000),
     "samples of the tracks of an AVIF": avif_of_tracks(SIZE, 200),
@@ -122,7 +124,7 @@ LONG = {
 @pytest.mark.parametrize("name", LONG)
 def test_a_walk_costs_little_whatever_it_meets(name: str) -> None:
     data, spent = LONG[name], []
-    price = find_frames if name.endswith(("Matroska", "AVI", "FLV", "MP4")) else price_image
+    price = find_frames if name.endswith(("Matroska", "AVI", "FLV", "MP4", "Ogg")) else price_image
     for _ in range(2):
         began = time.thread_time()
         with suppress(MediaProblem):

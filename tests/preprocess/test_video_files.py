@@ -25,6 +25,7 @@ from support.video_files import (
     av1_of_hidden_frames,
     avi_of_exif,
     motion_jpeg_of_exif,
+    ogg_of_comments,
     video_of_tags,
     write_sound,
     write_video,
@@ -35,7 +36,7 @@ from trinity.preprocess.media_costs import Price, unit_s
 from trinity.preprocess.media_limits import MediaLimits, MediaProblem
 from trinity.preprocess.processor import RequestProcessor
 from trinity.preprocess.video_files import read_video
-from trinity.preprocess.video_prices import CodedFrames, price_frames
+from trinity.preprocess.video_prices import CodedFrames, find_frames, price_frames
 from trinity.request import Media, Request
 
 FORMS = [("mp4", "mpeg4"), ("mp4", "h264"), ("matroska", "mpeg4"), ("avi", "mpeg4"), ("webm", "vp8")]
@@ -160,6 +161,22 @@ def test_tags_that_ffmpeg_would_look_through_for_each_other_are_refused(kind: st
         began = time.thread_time()
         assert re.search("has more than [0-9]+ (tags and chapters; save|packets in)", refused(data))
         assert time.thread_time() - began <= 0.15 * max(1.0, unit_s() / 6e-4)
+
+
+def test_comments_of_an_ogg_are_counted_wherever_its_pages_end() -> None:
+    """A page whose checksum is wrong FFmpeg skips, and looks for others inside of it."""
+    assert find_frames(ogg_of_comments(900)).codec == "theora"
+    for vendor in (0, 100_000):
+        with pytest.raises(MediaProblem, match="has more than 1000 tags"):
+            find_frames(ogg_of_comments(1_100, vendor))
+    whole = ogg_of_comments(9)
+    for broken in (
+        whole[:90] + b"\1" + whole[91:],
+        whole + b"?" + whole,
+        whole[:-150] + ogg_of_comments(1)[-150:-9] + whole,
+    ):
+        with pytest.raises(MediaProblem, match="pages that are damaged"):
+            find_frames(broken)
 
 
 EXIF = {"frames of JPEG": lambda: motion_jpeg_of_exif(200), "a header of AVI": lambda: avi_of_exif(3000)}

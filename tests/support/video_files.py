@@ -216,3 +216,36 @@ def avi_of_exif(entries: int) -> bytes:
         at = plain.index(name) - 4
         struct.pack_into("<L", plain, at, struct.unpack_from("<L", plain, at)[0] + len(added))
     return bytes(plain[:place]) + added + bytes(plain[place:])
+
+
+def ogg_of_comments(count: int, vendor: int = 0) -> bytes:
+    """Make headers of Theora in an Ogg, with so many comments behind the name of a vendor of so many bytes."""
+    head = b"\x80theora\3\2\1" + struct.pack(">HH", 4, 4) + b"\0\0\x40\0\0\x40\0\0" + struct.pack(">LL", 25, 1)
+    comments = b"".join(struct.pack("<L", 8) + b"%06x=x" % each for each in range(count))
+    listed = b"\x81theora" + struct.pack("<L", vendor) + bytes(vendor) + struct.pack("<L", count) + comments
+    packets, number, made = (head + b"\0\0\1\0\0\1\0\0\0\0\0\0", listed, b"\x82theora" + bytes(100)), 0, b""
+    for packet in packets:
+        lacing, at = [255] * (len(packet) // 255) + [len(packet) % 255], 0
+        for first in range(0, len(lacing), 255):
+            part = lacing[first : first + 255]
+            flags = (2 if number == 0 else 0) | (1 if first else 0)
+            page = b"OggS\0" + bytes((flags,)) + struct.pack("<QLLLB", 0, 1, number, 0, len(part)) + bytes(part)
+            page += packet[at : at + sum(part)]
+            made += page[:22] + struct.pack("<L", _checksum(page)) + page[26:]
+            number, at = number + 1, at + sum(part)
+    return made
+
+
+def _checksum(page: bytes) -> int:
+    rest = 0
+    for byte in page:
+        rest ^= byte << 24
+        for _ in range(8):
+            rest = (rest << 1 ^ 0x04C11DB7 if rest & 0x80000000 else rest << 1) & 0xFFFFFFFF
+    return rest
+
+
+def ogg_of_pages(count: int) -> bytes:
+    """Make headers of Theora in an Ogg, and so many empty pages."""
+    page = b"OggS\0\0" + bytes(8) + b"\1" + bytes(12)
+    return ogg_of_comments(1) + (page[:22] + struct.pack("<L", _checksum(page)) + page[26:]) * count

@@ -8,6 +8,7 @@ prices a file again from FFmpeg's own count of its packets, before a frame is de
 from __future__ import annotations
 
 import struct
+import zlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ from trinity.preprocess.boxes import Box, find_box, walk_boxes
 from trinity.preprocess.file_parts import Parts
 from trinity.preprocess.media_costs import Price
 from trinity.preprocess.media_limits import MediaProblem
-from trinity.preprocess.video_tags import check_tags, read_element
+from trinity.preprocess.video_tags import check_tags, count_comments, read_element
 
 _CODECS: dict[str, tuple[float, float]] = {  # by FFmpeg's name: nanoseconds a pixel of a frame, and a coded byte
     "av1": (3.5, 70.0),
@@ -307,6 +308,16 @@ def _walk_flv(data: bytes, parts: Parts) -> CodedFrames:
     return CodedFrames(codec, width, height, count, coded, packets)
 
 
+_OGG_STREAMS = (b"\x80theora", b"\x01vorbis", b"OpusHead", b"fishead\0")
+_MIRRORED = bytes(int(f"{each:08b}"[::-1], 2) for each in range(256))
+
+
+def _ogg_checksum(page: bytes) -> bytes:
+    """Sum up a page: its CRC is that of zlib with the bits of each byte, and of the sum, mirrored."""
+    plain = (page[:22] + bytes(4) + page[26:]).translate(_MIRRORED)
+    return int(f"{zlib.crc32(plain, 0xFFFFFFFF) ^ 0xFFFFFFFF:032b}"[::-1], 2).to_bytes(4, "little")
+
+
 def _walk_ogg(data: bytes, parts: Parts) -> CodedFrames:
     """Read the size from Theora's header, and count packets by the lacing of all pages."""
     at = data.find(b"\x80theora")
@@ -314,11 +325,28 @@ def _walk_ogg(data: bytes, parts: Parts) -> CodedFrames:
         raise MediaProblem("has no stream of video")
     width, height = (16 * each for each in struct.unpack_from(">HH", data, at + 10))
     place = count = 0
-    while place + 27 <= len(data) and data[place : place + 4] == b"OggS":
-        next(parts)
+    bodies: dict[bytes, list[bytes]] = {}
+    ends_inside: dict[bytes, bool] = {}
+    while place + 27 <= len(data):
+        parts.take(2)  # of which each costs twice what a box does
         lacing = data[place + 27 : place + 27 + data[place + 26]]
+        start = place + 27 + len(lacing)
+        page, serial = data[place : start + sum(lacing)], data[place + 14 : place + 18]
+        if start + sum(lacing) > len(data) and page.startswith(b"OggS"):
+            break  # it is cut off, and read by nobody
+        # FFmpeg skips what is no whole page, and may find others in it, with comments that this walk does not see
+        follows = bool(page[5] & 1) == ends_inside.get(serial, False)
+        if not page.startswith(b"OggS") or not follows or _ogg_checksum(page) != page[22:26]:
+            raise MediaProblem("is an Ogg with pages that are damaged; save it again")
+        body = data[start : start + sum(lacing)]
+        if (serial not in bodies or page[5] & 2) and not body.startswith(_OGG_STREAMS):
+            raise MediaProblem("has a stream of another kind than Theora, Vorbis and Opus; save it without")
+        bodies.setdefault(serial, []).append(body)
+        ends_inside[serial] = lacing[-1:] == b"\xff"
         count += len(lacing) - lacing.count(b"\xff")
-        place += 27 + len(lacing) + sum(lacing)
+        place = start + len(body)
+    for each in bodies.values():
+        count_comments(b"".join(each), parts)
     return CodedFrames("theora", width, height, count, len(data), count)
 
 

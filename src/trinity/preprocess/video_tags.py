@@ -16,12 +16,13 @@ _TAGS, _TAG, _SIMPLE = b"\x12\x54\xc3\x67", 0x7373, 0x67C8  # of Matroska
 _CHAPTERS, _EDITION, _CHAPTER = b"\x10\x43\xa7\x70", 0x45B9, 0xB6
 _CUES, _CUE, _POSITION = b"\x1c\x53\xbb\x6b", 0xBB, 0xB7
 _SCRIPT = b"\2\0\x0aonMetaData"  # of an FLV
+_COMMENTS = (b"\x81theora", b"\x03vorbis", b"OpusTags")
 _AMF_BYTES = {0: 8, 1: 1, 11: 10}  # of values by type; further ones have their length in front, or none
 
 
 def check_tags(data: bytes, parts: Parts) -> None:
     """Raise ``MediaProblem`` for a file with more tags, chapters or cues than cost little. ``parts``: its counter."""
-    tags = Parts(_MOST_TAGS, "tags and chapters", "save it without them")
+    tags = _count_tags()
     cues = Parts(_MOST_CUES, "cues", "save it again")
     for name in (b"udta", b"ilst"):
         for at in _find_all(data, name, parts):
@@ -40,6 +41,20 @@ def check_tags(data: bytes, parts: Parts) -> None:
             _count_chunks(data, at, tags, parts)
     for at in _find_all(data, _SCRIPT, parts):
         _count_keys(data, at + len(_SCRIPT), tags, parts)
+
+
+def _count_tags() -> Parts:
+    return Parts(_MOST_TAGS, "tags and chapters", "save it without them")
+
+
+def count_comments(stream: bytes, parts: Parts) -> None:
+    """Raise ``MediaProblem`` for more comments in the headers of a stream of Ogg than cost little."""
+    tags = _count_tags()
+    for name in _COMMENTS:
+        for at in _find_all(stream, name, parts):
+            at += len(name)
+            at += 4 + int.from_bytes(stream[at : at + 4], "little")
+            tags.take(int.from_bytes(stream[at : at + 4], "little"))
 
 
 def _find_all(data: bytes, name: bytes, parts: Parts) -> Iterator[int]:
