@@ -28,7 +28,7 @@ MI = 1 << 20
 
 
 def picture(side: int = 256, whole: int = 300) -> bytes:
-    """A file of 3 bytes for each pixel of a side, of a picture that takes 12 for each of all as it is prepared."""
+    """A file of 3 bytes for each pixel of a side; the whole takes 12 for each as it is prepared."""
     file, pixels = io.BytesIO(), np.zeros((whole, whole, 3), np.uint8)
     pixels[:side, :side] = np.random.default_rng(0).integers(0, 255, (side, side, 3), dtype=np.uint8)
     Image.fromarray(pixels).save(file, "PNG")
