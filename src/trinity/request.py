@@ -141,7 +141,8 @@ class Media(msgspec.Struct, metaclass=KeywordsByName, frozen=True):
       floats at the model's rate, or {"array": ..., "sampling_rate": ...}.
     - ``source`` of an image: a path or file: URL (``MediaLimits.allow_paths``), bytes, a data: URI, a PIL image, an
       http(s) URL (``allow_urls``, ``allowed_hosts``), or an array or torch tensor [H, W, C] or [C, H, W], of bytes or
-      what else transformers' processors take. Alpha is dropped, EXIF orientation applied, as its ``load_image`` does.
+      what else transformers' processors take. What is transparent is laid on white (``Pipeline(transparency=)``), EXIF
+      orientation applied.
     """
 
     misuse = RequestError

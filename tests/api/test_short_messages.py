@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import pickle
+import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -16,11 +17,13 @@ from hypothesis import strategies as st
 import trinity
 from api.test_wrong_arguments import SOUND
 from trinity import Media, Request, Sampling, Structured, traces
+from trinity.costs.budgets import StepCost
 from trinity.costs.model_config import find_model_shape, read_model_shape
 from trinity.costs.step_cost import CostTables, get_device
 from trinity.errors import LONGEST_SHOWN, MOST_MESSAGE, RequestError, TrinityError, UnknownName, shorten_message, show
 from trinity.preprocess.checkpoint import check_directory
 from trinity.request import check_request
+from trinity.simulation.simulator import Simulator
 
 MARK = "Щ"  # in no message of ours
 LONG = MARK * 100_000
@@ -65,6 +68,26 @@ def structured_with(name: str, value: Any) -> object:
     return sampled(structured=Structured(**{name: value}))
 
 
+def measured(**fields: Any) -> CostTables:
+    curves = StepCost.from_samples({1: 0.1}, {1: 0.1}, {1: 0.1})
+    return CostTables(**{**SOUND[CostTables], "costs": ((1, curves),), **fields})
+
+
+def simulated_with(name: str, value: Any) -> object:
+    return made_with(Simulator, "cost", measured(**{"model": "llava-1.5-7b", name: value}))
+
+
+def loaded_with(name: str, value: Any) -> object:
+    with tempfile.TemporaryDirectory() as folder:
+        measured().save(Path(folder) / "own")
+        measured(**{name: value}).save(Path(folder) / "other")
+        CostTables.load(Path(folder) / "own")
+        with pytest.raises(trinity.ConfigError) as raised:
+            CostTables.load(Path(folder) / "other", **{name: "x"})  # type: ignore[arg-type]
+        assert str(raised.value).count(MARK) <= LONGEST_SHOWN
+        return CostTables.load(Path(folder) / "own", **{name: value})
+
+
 READERS: list[Any] = [
     *(trinity.Placement.parse, trinity.Trace.load, trinity.Plan.load, CostTables.load, get_device, read_model_shape),
     *(find_model_shape, trinity.read_hosts, traces.read_trace, traces.read_shipped),
@@ -74,6 +97,9 @@ READERS: list[Any] = [
 def doors() -> Iterator[tuple[str, Callable[[Any], object]]]:
     for kind in SOUND:
         yield from ((f"{kind.__name__}.{name}", partial(made_with, kind, name)) for name in keywords_of(kind))
+    for name in ("model", "device", "dtype", "shape"):
+        yield f"Simulator.cost.{name}", partial(simulated_with, name)
+    yield from ((f"CostTables.load.{name}", partial(loaded_with, name)) for name in ("model", "device"))
     yield from ((f"Request.{name}", partial(request_with, name)) for name in Request.__struct_fields__)
     yield from ((f"Sampling.{name}", partial(_sampled, name)) for name in Sampling.__struct_fields__)
     yield from ((f"Structured.{name}", partial(structured_with, name)) for name in Structured.__struct_fields__)
@@ -101,7 +127,7 @@ def test_no_door_repeats_a_long_value(door: str) -> None:
             said = str(error)
             assert said.count(MARK) <= LONGEST_SHOWN, said[:300]
             assert said.count("9") + said.count(r"\xd0") <= LONGEST_SHOWN
-            assert len(said) <= MOST_MESSAGE + 3
+            assert len(said) <= MOST_MESSAGE
 
 
 def test_a_model_directory_of_a_long_name() -> None:
@@ -114,7 +140,7 @@ def test_a_model_directory_of_a_long_name() -> None:
 @given(st.text(max_size=300), st.integers(1, 60))
 def test_whatever_an_error_is_made_with_its_words_are_short(text: str, times: int) -> None:
     said = shorten_message(text * times)
-    assert len(said) <= MOST_MESSAGE + 3
+    assert len(said) <= MOST_MESSAGE
     assert all(len(word) <= LONGEST_SHOWN for word in said.split()) or len(text * times) <= LONGEST_SHOWN
     if all(len(word) <= LONGEST_SHOWN for word in (text * times).split()) and len(text * times) <= MOST_MESSAGE:
         assert said == text * times

@@ -18,9 +18,10 @@ from hypothesis import strategies as st
 
 import trinity
 from trinity.core.routing import RoundRobin
+from trinity.costs.budgets import StepCost
 from trinity.costs.cluster import Cluster
 from trinity.costs.emulated_cost import LinearCost
-from trinity.costs.step_cost import DEVICES
+from trinity.costs.step_cost import DEVICES, CostTables
 from trinity.emulation.model import LLAVA_15_7B, EmulatedModel
 from trinity.errors import ConfigError, TrinityError
 from trinity.placement import Group
@@ -53,11 +54,14 @@ SOUND: dict[Any, dict[str, Any]] = {  # arguments that each constructor takes
     trinity.TransferPolicy: {},
     trinity.FailurePolicy: {},
     Cluster: {"devices": (DEVICES["H100"],)},
+    CostTables: {"model": "m", "device": "d", "dtype": "float16", "source": "s", "costs": ((1, StepCost()),)},
     EmulatedModel: {"shape": LLAVA_15_7B, "cost": LinearCost()},
     Group: {"count": 1, "roles": "EPD"},
+    LinearCost: {},
     PlacementChange: {"placement": "EPD", "at_s": 1.0, "change_s": 0.5, "drain_s": 3.0},
     Simulator: {"model": "qwen2-vl-7b", "slo": trinity.SLO(1.0, 0.1), "cluster": Cluster.of("H100", 2)},
     Space: {},
+    StepCost: {},
     TraceAudio: {},
     TraceImage: {},
     TraceVideo: {},

@@ -143,10 +143,10 @@ def test_a_kind_of_work_that_is_missing_is_no_work_for_nothing(kind: str) -> Non
 def test_tables_of_another_model_are_refused() -> None:
     planner(tables(model=QWEN.name))
     planner(tables(model="a1b2", shape=QWEN.outline))
-    with pytest.raises(ConfigError, match=r"measured on model llava-1\.5-7b, not on qwen2-vl-7b"):
+    with pytest.raises(ConfigError, match=r"measured on model 'llava-1\.5-7b', not on 'qwen2-vl-7b'"):
         planner(tables(model="llava-1.5-7b"))
     with pytest.raises(
-        ConfigError, match=r"measured on model a1b2 \(language 32 layers of 4096, encoder .*profile this"
+        ConfigError, match=r"measured on model 'a1b2' \('language 32 layers of 4096, encoder .*profile this"
     ):
         planner(tables(model="a1b2", shape=MODELS["llava-1.5-7b"].outline))
 
@@ -156,9 +156,9 @@ def test_tables_of_another_known_device_are_refused() -> None:
     planner(tables(device="NVIDIA A100-SXM4-80GB"), "A100")
     planner(tables(device="NVIDIA GeForce RTX 4090"), "RTX 4090")
     planner(tables(device="cpu x86_64 x 2"))  # a plan says that only the memory is an H100's
-    with pytest.raises(ConfigError, match="measured on device NVIDIA L40S, not on H100: give device='L40S'"):
+    with pytest.raises(ConfigError, match="measured on device 'NVIDIA L40S', not on 'H100': give device='L40S'"):
         planner(tables(device="NVIDIA L40S"))
-    with pytest.raises(ConfigError, match=r"cost\['H100'\] was measured on device NVIDIA L40S"):
+    with pytest.raises(ConfigError, match=r"cost\['H100'\] was measured on device 'NVIDIA L40S'"):
         planner({"H100": tables(device="NVIDIA L40S")})
 
 
@@ -197,5 +197,5 @@ def test_tables_of_one_instance_simulate_that_one() -> None:
     devices = tuple(msgspec.structs.replace(DEVICES["H100"], name=name) for name in cost)
     made = Simulator("qwen2-vl-7b", SLO(2.0, 0.1), cluster=Cluster(devices=devices), cost=cost)
     made.check("1E1P1D")
-    with pytest.raises(ConfigError, match=r"cost\['P'\] has no decodes seconds, and stages PD of qwen2-vl-7b need"):
+    with pytest.raises(ConfigError, match=r"cost\['P'\] has no decodes seconds, and stages PD of 'qwen2-vl-7b' need"):
         made.check("1E2PD")

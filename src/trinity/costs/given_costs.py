@@ -8,7 +8,7 @@ from pathlib import Path
 from trinity.costs.engines import ENGINES
 from trinity.costs.model_shape import MODELS, ModelShape
 from trinity.costs.step_cost import DEVICES, KINDS_OF_WORK, CostModel, CostTables, Device
-from trinity.errors import ConfigError, warn_caller
+from trinity.errors import ConfigError, show, warn_caller
 
 GivenCosts = CostModel | str | Path | Mapping[str, CostModel | str | Path] | None
 
@@ -61,7 +61,7 @@ def _list_tables(
     for name in dict.fromkeys(device.name for device in devices):
         tables = given.get(name) if isinstance(given, Mapping) else given
         if isinstance(tables, CostTables):
-            yield name, f"cost[{name!r}]" if isinstance(given, Mapping) else "cost", tables
+            yield name, f"cost[{show(name)}]" if isinstance(given, Mapping) else "cost", tables
 
 
 def _check_kinds(tables: CostTables, model: ModelShape, where: str, stages: str) -> None:
@@ -72,7 +72,7 @@ def _check_kinds(tables: CostTables, model: ModelShape, where: str, stages: str)
             missing.append(kind)
     if missing:
         raise ConfigError(
-            f"{where} has no {' and '.join(missing)} seconds, and stages {stages} of {model.name} need "
+            f"{where} has no {' and '.join(missing)} seconds, and stages {stages} of {show(model.name)} need "
             f"{', '.join(needed)}; profile an instance of every stage (await pipe.profile())"
         )
 
@@ -80,15 +80,15 @@ def _check_kinds(tables: CostTables, model: ModelShape, where: str, stages: str)
 def _check_origin(tables: CostTables, model: ModelShape, device: str, where: str) -> None:
     other = tables.model in MODELS and model.name in MODELS and tables.model != model.name
     if other or (tables.shape and tables.shape != model.outline):
-        measured = f"{tables.model} ({tables.shape})" if tables.shape else tables.model
+        measured = f"{show(tables.model)} ({show(tables.shape)})" if tables.shape else show(tables.model)
         raise ConfigError(
-            f"{where} was measured on model {measured}, not on {model.name} ({model.outline}): profile this model, or "
-            "plan that one"
+            f"{where} was measured on model {measured}, not on {show(model.name)} ({model.outline}): profile this "
+            "model, or plan that one"
         )
     words = f" {tables.device.replace('-', ' ')} "  # such as "NVIDIA A100-SXM4-80GB"; a CPU's tables stand for any
     named = [name for name, known in DEVICES.items() if f" {name} " in words and known.engine in ENGINES]
     if named and device in DEVICES and device not in named:
         raise ConfigError(
-            f"{where} was measured on device {tables.device}, not on {device}: give device={named[0]!r}, or "
-            "profile there"
+            f"{where} was measured on device {show(tables.device)}, not on {show(device)}: give device={named[0]!r}, "
+            "or profile there"
         )

@@ -19,9 +19,9 @@ from msgspec import Meta
 from trinity.costs.budgets import StepCost
 from trinity.costs.engines import DEFAULT_ENGINE, ENGINES
 from trinity.costs.model_shape import ModelShape
-from trinity.errors import ConfigError, UnknownName
+from trinity.errors import ConfigError, UnknownName, show
 from trinity.errors.arguments import Count, KeywordsByName, Number, Whole, check_call, check_struct
-from trinity.errors.files import read_regular_file, write_file
+from trinity.errors.files import name_file, read_regular_file, write_file
 
 _ACTIVATIONS = 18  # elements of activations moved for each token and unit of width of a layer (table 2: 8 + 10)
 
@@ -413,8 +413,10 @@ class CostTables(
         try:
             found = msgspec.json.decode(read_regular_file(path), type=cls)
         except (msgspec.MsgspecError, RecursionError) as error:
-            raise ConfigError(f"{path} holds no measured costs of trinity: {error}") from error
+            raise ConfigError(f"{name_file(path)} holds no measured costs of trinity: {error}") from error
         for name, wanted, has in (("model", model, found.model), ("device", device, found.device)):
             if wanted is not None and wanted != has:
-                raise ConfigError(f"{path} was measured on {name} {has!r}, not on {wanted!r}: profile again")
+                raise ConfigError(
+                    f"{name_file(path)} was measured on {name} {show(has)}, not on {show(wanted)}: profile again"
+                )
         return found

@@ -66,7 +66,7 @@ def shorten_message(text: str) -> str:
     if len(text) <= LONGEST_SHOWN:
         return text
     text = _LONG_WORD.sub(r"\1...", text[: 16 * MOST_MESSAGE])
-    return text if len(text) <= MOST_MESSAGE else f"{text[:MOST_MESSAGE]}..."
+    return text if len(text) <= MOST_MESSAGE else f"{text[: MOST_MESSAGE - 3]}..."
 
 
 class TrinityError(Exception):

@@ -33,11 +33,11 @@ def read_regular_file(path: str | Path, error: type[ConfigError] = ConfigError, 
         finally:
             os.close(opened)
     except (OSError, ValueError, TypeError) as why:  # no such file, a NUL in its name, no path at all
-        raise error(f"cannot read {_name(path)}: {_words(why)}") from why
+        raise error(f"cannot read {name_file(path)}: {_words(why)}") from why
     if not regular:
-        raise error(f"cannot read {_name(path)}: it is no regular file")
+        raise error(f"cannot read {name_file(path)}: it is no regular file")
     if len(content) > most:
-        raise error(f"{_name(path)} has more than {most:,} bytes, and no more are read")
+        raise error(f"{name_file(path)} has more than {most:,} bytes, and no more are read")
     return content
 
 
@@ -50,14 +50,14 @@ def unzip(content: bytes, path: str | Path, error: type[ConfigError] = ConfigErr
         member, size = zlib.decompressobj(wbits=_GZIP_WINDOW), _FIRST_PIECE
         while not member.eof:
             if at == len(content):
-                raise error(f"the gzipped {_name(path)} is cut off or damaged: it ends too soon")
+                raise error(f"the gzipped {name_file(path)} is cut off or damaged: it ends too soon")
             piece = content[at : at + size]  # what follows a member comes back: little, where members are small
             try:
                 whole += member.decompress(piece, most + 1 - len(whole))
             except zlib.error as why:
-                raise error(f"the gzipped {_name(path)} is cut off or damaged: {why}") from why
+                raise error(f"the gzipped {name_file(path)} is cut off or damaged: {why}") from why
             if len(whole) > most:
-                raise error(f"{_name(path)} unpacks to more than {most:,} bytes, and no more are read")
+                raise error(f"{name_file(path)} unpacks to more than {most:,} bytes, and no more are read")
             at, size = at + len(piece), min(2 * size, _LARGEST_PIECE)
         at = _end_of_padding(content, at - len(member.unused_data))
     return bytes(whole)
@@ -75,7 +75,7 @@ def write_file(path: str | Path, content: bytes) -> None:
         else:
             _write_into(path, content)
     except (OSError, ValueError, TypeError) as why:  # no folder, a NUL in its name, no path at all
-        raise ConfigError(f"cannot write {_name(path)}: {_words(why)}") from why
+        raise ConfigError(f"cannot write {name_file(path)}: {_words(why)}") from why
 
 
 def _replace(target: str, content: bytes) -> None:
@@ -118,7 +118,7 @@ def _words(why: Exception) -> str:
     return getattr(why, "strerror", None) or str(why)
 
 
-def _name(path: object) -> str:
+def name_file(path: object) -> str:
     """Name a file in a message, cut in the middle where its path is long."""
     text = str(path) if isinstance(path, str | os.PathLike) else show(path)
     half = LONGEST_SHOWN // 2 - 2

@@ -12,7 +12,7 @@ import msgspec
 
 from trinity.errors import ConfigError
 from trinity.errors.arguments import check_call
-from trinity.errors.files import read_regular_file, write_file
+from trinity.errors.files import name_file, read_regular_file, write_file
 from trinity.placement import Placement
 from trinity.planner.explain import (
     arrangement,
@@ -160,7 +160,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         try:
             return msgspec.json.decode(read_regular_file(path), type=cls)
         except (msgspec.MsgspecError, RecursionError) as error:
-            raise ConfigError(f"{path} holds no plan of trinity: {error}; write one with plan.save(path)") from error
+            raise ConfigError(
+                f"{name_file(path)} holds no plan of trinity: {error}; write one with plan.save(path)"
+            ) from error
 
     def to_dict(self) -> dict[str, Any]:
         """Convert to plain dicts, lists, numbers and strings."""
