@@ -30,7 +30,6 @@ import msgspec
 
 from trinity.errors import ConfigError, RequestError, describe_error
 from trinity.errors.parent_process import has_holder_ended, name_process
-from trinity.memory.freed_memory import release_freed_memory
 from trinity.preprocess import loader, model_types
 from trinity.preprocess.colours import Transparency
 from trinity.preprocess.media_costs import MediaCost
@@ -46,7 +45,6 @@ FORK, REAP = 0, 1
 QUIET = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 OWN_CPU_S, OWN_BYTES, MARGIN = 1.0, 128 << 20, 4  # of a request whose media were priced, and a factor of the prediction
 GROWN_BYTES = 64 << 20  # that a worker may keep of a request: one that keeps more makes room for a new one
-_FREED_BYTES = 16 << 20  # from which on what it has freed is given back: this takes 2 ms
 ROOM, ANSWER = b"room", b"answer"  # the first part of what a worker sends
 WorkerAnswer = tuple[str, Any]  # "done" and what came of it, or the name of an error and its arguments
 
@@ -239,11 +237,8 @@ def _work(processor: RequestProcessor, niceness: int, numbers: Sequence[int]) ->
             answer = _answer(processor, connection, name.decode(errors="surrogatepass"), content)
             signal.setitimer(signal.ITIMER_PROF, 0)
             _bound_memory(begun, limits.worker_bytes)  # that of its media was for them
-            grown = data_bytes() - begun
-            send_parts(connection, ANSWER, *pack_answer((grown > GROWN_BYTES, *answer)))
+            send_parts(connection, ANSWER, *pack_answer((data_bytes() - begun > GROWN_BYTES, *answer)))
             del answer
-            if grown > _FREED_BYTES:
-                release_freed_memory()
     except (EOFError, OSError):
         os._exit(0)
     except BaseException:
