@@ -42,7 +42,7 @@ _UNTOLD = (
 )
 
 
-Count = Callable[[int], None]
+CountBytes = Callable[[int], None]
 
 
 def _count_nothing(_: int) -> None:
@@ -74,7 +74,7 @@ class UrlFetcher:
             _import_client()
 
     async def fetch_all(
-        self, media: Sequence[Media], untrusted: bool, count: Count = _count_nothing
+        self, media: Sequence[Media], untrusted: bool, count: CountBytes = _count_nothing
     ) -> tuple[Media, ...]:
         """Replace each URL by its bytes, or by the ``MediaProblem`` that tells why there are none.
 
@@ -103,14 +103,14 @@ class UrlFetcher:
         with ThreadPoolExecutor(1, thread_name_prefix="trinity-fetch") as thread:
             return thread.submit(lambda: asyncio.run(UrlFetcher(self._limits).fetch_all(media, untrusted))).result()
 
-    async def _try(self, item: Media, untrusted: bool, count: Count) -> bytes | MediaProblem:
+    async def _try(self, item: Media, untrusted: bool, count: CountBytes) -> bytes | MediaProblem:
         try:
             return await self.fetch(item.source, untrusted, item.kind, count)
         except MediaProblem as problem:
             return problem
 
     async def fetch(
-        self, url: str, untrusted: bool = False, kind: str = "image", count: Count = _count_nothing
+        self, url: str, untrusted: bool = False, kind: str = "image", count: CountBytes = _count_nothing
     ) -> bytes:
         """Fetch an item of this kind, within ``url_timeout_s`` from first to last.
 
@@ -142,7 +142,7 @@ class UrlFetcher:
         logger.info("%s was not fetched: %s", name_url(url), why)
         return MediaProblem(_UNTOLD)
 
-    async def _follow(self, url: str, rules: UrlRules | None, kind: str, count: Count) -> bytes:
+    async def _follow(self, url: str, rules: UrlRules | None, kind: str, count: CountBytes) -> bytes:
         httpx2, wanted = _import_client(), find_kind(kind)
         assert wanted is not None, "a model takes no kind that cannot be read"
         if len(url) > _LONGEST_URL:
@@ -181,7 +181,7 @@ class UrlFetcher:
                     raise
         raise _Refused(f"the name {target.host} has no address")
 
-    async def _read(self, answer: Any, bound: str, count: Count) -> bytes:
+    async def _read(self, answer: Any, bound: str, count: CountBytes) -> bytes:
         if answer.status_code != 200:
             raise _Refused(f"it answers with status {answer.status_code}")
         if answer.headers.get("Content-Encoding", "identity").lower() != "identity":
