@@ -1,4 +1,4 @@
-"""Fails a test that leaves threads, asyncio tasks or open descriptors behind.
+"""Fails a test that leaves threads, asyncio tasks, open descriptors or another scheduling behind.
 
 The rule: what appears while a fixture of class, module, package or session scope is set up belongs to that fixture,
 and so does what appears in a test that uses such an owner (a pipeline shared by many tests may grow a lane). It
@@ -73,8 +73,14 @@ def _of_lifeline() -> set[int]:
     return set(module._lifeline) if module is not None else set()
 
 
+def _scheduling() -> set[str]:
+    """Name the policy by which this process has its turns, unless it is the usual one; see ``usual_scheduling``."""
+    policy = os.sched_getscheduler(0) if hasattr(os, "sched_getscheduler") else 0
+    return {f"scheduling policy {policy}"} if policy else set()
+
+
 def snapshot() -> Mark:
-    return frozenset(_threads() | _descriptors())
+    return frozenset(_threads() | _descriptors() | _scheduling())
 
 
 def settled(allowed: Mark, patience_s: float) -> Mark:

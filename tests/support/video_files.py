@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import io
+import os
 import struct
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from fractions import Fraction
 from typing import Any
 
@@ -13,6 +15,20 @@ import numpy as np
 from support.costly_media import box
 
 
+@contextmanager
+def usual_scheduling() -> Iterator[None]:
+    """Give the thread its scheduling back: libsvtav1 makes a thread of root's that opens it one of real time.
+
+    So did a test make its process, and all that this started: busy loops then left the others no processor.
+    """
+    policy, priority = os.sched_getscheduler(0), os.sched_getparam(0)
+    try:
+        yield
+    finally:
+        os.sched_setscheduler(0, policy, priority)
+
+
+@usual_scheduling()
 def write_video(
     frames: np.ndarray,
     *,
@@ -70,6 +86,7 @@ _OPTIONS = {
 _PIXELS = {"mjpeg": "yuvj420p", "prores": "yuv422p10le"}
 
 
+@usual_scheduling()
 def encode_video(codec: str, container: str, count: int, width: int, height: int, kind: str = "moving") -> bytes:
     """Encode so many frames of a kind: "moving" waves, "noise" or "flat"."""
     import av
@@ -105,6 +122,7 @@ def _list_units(data: bytes) -> Iterator[bytes]:
         yield data[begin:at]
 
 
+@usual_scheduling()
 def av1_of_hidden_frames(count: int, width: int, height: int, times: int) -> bytes:
     """Encode so many frames as AV1, and repeat the smallest of those that are not shown so many times."""
     import av
