@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import struct
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -43,6 +44,7 @@ from trinity.preprocess.media_costs import MediaCost, Price, unit_s
 from trinity.preprocess.media_limits import MediaLimits, MediaProblem
 from trinity.preprocess.processor import RequestProcessor
 from trinity.preprocess.sound_headers import read_sound
+from trinity.preprocess.video_files import read_video
 from trinity.preprocess.video_prices import find_frames
 from trinity.request import Media, Request
 
@@ -259,3 +261,37 @@ def test_a_wav_has_the_samples_that_its_decoder_finds_whatever_its_blocks_say(bi
         plain[32:34] = block.to_bytes(2, "little")
         assert soundfile.SoundFile(io.BytesIO(plain)).frames == 1200, "the control"
         assert read_sound(bytes(plain)).samples == 1200
+
+
+def test_strips_whose_lengths_are_of_16_bits_are_counted() -> None:
+    """At a711874b such a TIFF of more than 64 KiB was refused, for a sum that has no room in 16 bits."""
+    noise, file = np.random.default_rng(0).integers(0, 256, (500, 500), dtype=np.uint8), io.BytesIO()
+    Image.fromarray(noise).save(file, "TIFF", compression="tiff_lzw", strip_size=4096)
+    with Image.open(file) as opened:
+        assert opened.tag_v2.tagtype[279] == 3, "SHORT"
+        assert sum(opened.tag_v2[279]) > 1 << 16
+    found, plain = price_image(file.getvalue()), io.BytesIO()
+    assert found[:3] == ("TIFF", 500, 500)
+    Image.fromarray(noise).save(plain, "TIFF", compression="tiff_lzw")
+    assert found.price.units == pytest.approx(price_image(plain.getvalue()).price.units, rel=0.5)
+
+
+@pytest.mark.parametrize("offset", [2**40, 2**63, 2**64 - 1])
+def test_broken_exif_costs_its_picture_nothing(offset: int) -> None:
+    file = io.BytesIO()
+    Image.new("RGB", (64, 48)).save(file, "JPEG", exif=b"Exif\0\0II+\0\x08\0\0\0" + struct.pack("<Q", offset))
+    assert price_image(file.getvalue())[:3] == ("JPEG", 64, 48)
+
+
+@pytest.mark.parametrize("width", [float("inf"), float("nan"), 1e300, -5.0])
+def test_a_width_that_is_none_is_a_problem_of_its_file(width: float) -> None:
+    def field(name: bytes, value: float) -> bytes:
+        return struct.pack(">H", len(name)) + name + b"\0" + struct.pack(">d", value)
+
+    def tag(kind: int, body: bytes) -> bytes:
+        return bytes([kind]) + len(body).to_bytes(3, "big") + bytes(7) + body + struct.pack(">L", len(body) + 11)
+
+    told = b"\2\0\x0aonMetaData\x08\0\0\0\2" + field(b"width", width) + field(b"height", 100.0) + b"\0\0\x09"
+    file = b"FLV\1\1\0\0\0\x09\0\0\0\0" + tag(18, told) + tag(9, b"\x12" + bytes(50))
+    with pytest.raises(MediaProblem):
+        read_video(file, MediaLimits(), lambda _: [0])

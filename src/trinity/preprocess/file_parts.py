@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator
 
 from trinity.preprocess.media_limits import MediaProblem
 
 MOST_FILE_PARTS = 1 << 15  # segments, chunks, blocks of a file: readers spend a few microseconds of Python on each
+UNREADABLE = (struct.error, IndexError, ValueError, ArithmeticError)
+"""Errors by which a walk over a broken file ends: places and sizes in it may be any number, infinity included."""
 
 
 class Parts:

@@ -21,7 +21,7 @@ import msgspec
 import numpy as np
 
 from trinity.preprocess.boxes import Box, find_box, read_av1, walk_boxes
-from trinity.preprocess.file_parts import Parts
+from trinity.preprocess.file_parts import UNREADABLE, Parts
 from trinity.preprocess.media_costs import Price
 from trinity.preprocess.media_limits import MediaProblem
 
@@ -81,7 +81,7 @@ def price_image(data: bytes) -> ImagePrice:
         raise MediaProblem(_explain_unknown(head))
     try:
         found = known.walk(data, Parts(instead="save it again as a plain JPEG or PNG"))
-    except (struct.error, IndexError, ValueError) as exc:
+    except UNREADABLE as exc:
         raise MediaProblem(f"is a {known.name} whose header cannot be read; is it truncated or corrupt?") from exc
     what = f"is a {known.name} of {found.width} x {found.height} pixels{found.why}"
     decoding = Price.of(found.nanoseconds, found.passing, 0, what, found.instead)
@@ -247,7 +247,7 @@ def _price_tags(tiff: bytes, parts: Parts) -> tuple[float, float]:
     """Price the tags of EXIF data: nanoseconds, and bytes that are held."""
     try:
         entries, count = _read_tags(tiff, parts)
-    except (struct.error, IndexError, ValueError):
+    except UNREADABLE:
         return _PART_NS, 0.0
     nanoseconds, held = _price_directories(tiff, entries, count, parts)
     values = sum(_TYPE_BYTES.get(kind, 1) * count for kind, count, _ in entries.values())
@@ -268,7 +268,7 @@ def _price_directories(data: bytes, entries: _Directory, count: int, parts: Part
         pointers = [each[name] for each in level for name in _SUB_TAGS if name in each]
         level = []
         for pointer in pointers:
-            with suppress(struct.error, IndexError, ValueError):
+            with suppress(*UNREADABLE):
                 inside, more = _read_directory(data, _number(data, pointer), parts)
                 level, count = [*level, inside], count + more
     nanoseconds = _TAG_NS * count + _RATIO_NS * ratios + _VALUE_NS * numbers
@@ -567,8 +567,10 @@ def _walk_tiff(data: bytes, parts: Parts) -> _Walked:
     row = (columns * bits * (channels // planes) + 7) // 8
     raw = strips * rows * row
     counts = tags.get(_TILE_COUNTS if tiled else _COUNTS)
-    listed = np.minimum(_numbers(data, counts), len(data)) if counts else None
-    coded = len(data) * strips if listed is None else int(listed.sum(dtype=np.uint64))
+    coded = len(data) * strips
+    if counts:
+        listed = _numbers(data, counts)  # of 8, 16, 32 or 64 bits
+        coded = int(np.minimum(listed, min(len(data), np.iinfo(listed.dtype).max)).sum(dtype=np.uint64))
     name, row_ns, coded_ns = _TIFF_KINDS[kind]
     nanoseconds = row_ns * raw + coded_ns * coded + _STRIP_NS * strips + 0.5 * width * height
     decoding, decoded = _price_directories(data, tags, count, parts)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import struct
 from typing import NamedTuple
 
-from trinity.preprocess.file_parts import Parts
+from trinity.preprocess.file_parts import UNREADABLE, Parts
 from trinity.preprocess.media_limits import MediaProblem
 
 _BYTE_NS = 1.0  # a byte that is read and looked through
@@ -54,7 +54,7 @@ def read_sound(data: bytes) -> Sound:
             return _read_wav(data)
         if data.startswith(b"fLaC"):
             return _read_flac(data)
-    except (struct.error, IndexError) as exc:
+    except UNREADABLE as exc:
         raise MediaProblem("has a header that cannot be read; is it truncated or corrupt?") from exc
     named = next((name for magic, name in _OTHERS if data.startswith(magic)), "")
     raise MediaProblem(f"is {named}, and no wav and no flac file" if named else "is no wav and no flac file")

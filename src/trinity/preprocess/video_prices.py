@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from trinity.preprocess.boxes import Box, find_box, walk_boxes
-from trinity.preprocess.file_parts import Parts
+from trinity.preprocess.file_parts import UNREADABLE, Parts
 from trinity.preprocess.media_costs import Price
 from trinity.preprocess.media_limits import MediaProblem
 from trinity.preprocess.video_tags import check_tags, count_comments, read_element
@@ -117,7 +117,7 @@ def find_frames(data: bytes) -> CodedFrames:
     try:
         found = walk(data, parts)
         check_tags(data, parts)
-    except (struct.error, IndexError, ValueError) as exc:
+    except UNREADABLE as exc:
         raise MediaProblem("has a header of video that cannot be read; is it truncated or corrupt?") from exc
     if found.codec == "mjpeg":
         scans = data.count(b"\xff\xda")
