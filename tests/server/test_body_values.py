@@ -15,7 +15,25 @@ from support.http_server import chat_body, serve_model
 from trinity.server import body_values
 from trinity.server.body_values import MOST_VALUES, JsonBodies, TooManyValues, decode_json
 
-TEXTS = ('a"b', "\\", '\\"', "\n", "é", "語", "😀", "\u2028", "a/b", "x" * 70, "\x00", "é" * 40, '"' * 70, "\\" * 65)
+TEXTS = (
+    'a"b',
+    "\\ud83d",
+    "\\\\ud83d😀",
+    "漢" * 9,
+    "\\",
+    '\\"',
+    "\n",
+    "é",
+    "語",
+    "😀",
+    "\u2028",
+    "a/b",
+    "x" * 70,
+    "\x00",
+    "é" * 40,
+    '"' * 70,
+    "\\" * 65,
+)
 MIB = 1 << 20
 
 
@@ -64,7 +82,7 @@ def test_a_key_that_is_there_twice() -> None:
             decode_json(f"{{{pairs}}}".encode())
 
 
-BODIES = {
+BODIES: dict[str, tuple[bytes, bool | None]] = {  # served, refused for its values, or no JSON
     "a picture": (b'{"a":"' + b"A" * 20 * MIB + b'"}', True),
     "pictures": (b'{"a":[' + b",".join(b'"' + b"A" * MIB + b'"' for _ in range(20)) + b"]}", True),
     "a picture in lines": (b'{"a":"' + (b"A" * 76 + b"\\n") * (20 * MIB // 78) + b'"}', True),
@@ -77,7 +95,10 @@ BODIES = {
     "spaces": (b'{"a":' + b" " * 20 * MIB + b"1}", False),
     "quotes": (b'["' + b'\\"' * 2 * MIB + b'"]', False),
     "backslashes": (b'["' + b"\\\\" * 10 * MIB + b'"]', False),
-    "escapes": (b'["' + b"\\ud83d\\ude00" * MIB + b'"]', False),
+    "escapes": (b'["' + b"\\ud83d\\ude00" * MIB + b'"]', True),
+    "escapes of text": (json.dumps(["漢字" * 400_000]).encode(), True),
+    "escaped quotes": (b'["' + b'\\"' * (MIB // 4) + b'"]', True),
+    "no UTF-8": (b'["' + b"\x80" * 4 * MIB + b'"]', None),
 }
 
 
@@ -94,6 +115,9 @@ def test_no_call_of_the_parser_gets_much(name: str, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(msgspec.json, "decode", count)
     if served:
         assert decode_json(content) == decode(content)
+    elif served is None:
+        with pytest.raises(ValueError, match=r"UTF-8|utf-8|codec"):
+            decode_json(content)
     else:
         with pytest.raises(TooManyValues):
             decode_json(content)

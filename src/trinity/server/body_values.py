@@ -7,6 +7,7 @@ So a large body is parsed in a thread, in pieces: long strings are cut out, whic
 from __future__ import annotations
 
 import asyncio
+import re
 import secrets
 import time
 from typing import Any
@@ -23,8 +24,9 @@ MEDIUM_BYTES = 4 << 20  # of a body that larger ones do not delay
 _LONG = 64  # bytes of a string that is cut out: what is left has at most so many for each value
 _WINDOW = 1 << 20  # bytes in which separators are counted at a time
 _PIECE = 256 << 10  # bytes of a string that are decoded at a time
-_MOST_SEARCH = 4 << 10  # bytes without a place to cut: a string of escapes only, of a size that no prompt has
-_ESCAPE = 12  # bytes of the longest escape: a pair of surrogates
+_MOST_SEARCH = 4 << 10  # backslashes in a row
+_ESCAPE = 6  # bytes of the longest escape; two of them may be one character
+_HIGH = re.compile(rb"\\u[dD][89abAB]")  # the first of these two
 
 
 class TooManyValues(ValueError):
@@ -139,11 +141,7 @@ def _decode_string(content: bytes, start: int, end: int) -> str:
     begin, made = start, list[str]()
     plain = content.find(b"\\", start, end) < 0
     while start < end:
-        stop = most = min(start + _PIECE, end)
-        while stop < end and (content[stop] & 0xC0 == 0x80 or b"\\" in content[max(start, stop - _ESCAPE) : stop]):
-            stop += 1
-            if stop - most > _MOST_SEARCH:
-                raise TooManyValues
+        stop = _find_cut(content, start, start + _PIECE, end)
         piece = content[start:stop]
         if plain and not piece.isascii():
             plain, made = False, [str(memoryview(content)[begin:start], "ascii")]
@@ -152,6 +150,24 @@ def _decode_string(content: bytes, start: int, end: int) -> str:
             made.append(text)
         start = stop
     return str(memoryview(content)[begin:end], "ascii") if plain else "".join(made)
+
+
+def _find_cut(content: bytes, start: int, most: int, end: int) -> int:
+    """Find a place close to ``most`` that cuts no escape and no character of the string between two others."""
+    while most < end:
+        cut = most
+        for _ in range(3):  # bytes of a character behind its first; where there are more, the piece is no UTF-8
+            cut -= content[cut] & 0xC0 == 0x80
+        slash = content.rfind(b"\\", max(start, cut - _ESCAPE), cut)
+        if slash >= 0 and _is_escaped(content, start - 1, slash + 1):  # it is no second one: an escape begins here
+            cut = slash
+            high = cut - _ESCAPE
+            if high >= start and _HIGH.match(content, high) and _is_escaped(content, start - 1, high + 1):
+                cut = high
+        if cut > start:
+            return cut
+        most += 2 * _ESCAPE  # a piece is longer than a character
+    return end
 
 
 def _put_back(small: Any, texts: dict[str, str]) -> Any:

@@ -122,8 +122,8 @@ class Exchange:
             body = await self._held.json.decode(await self._read_body(), self.client)
         except TooManyValues:
             text = (
-                f"the body has more than {MOST_VALUES} values, 8 MiB outside strings, or strings of escapes only; "
-                "send fewer messages, or less"
+                f"the body has more than {MOST_VALUES} values, 8 MiB outside strings, too many quotes, or too "
+                "many backslashes in a row; send fewer messages, or less"
             )
             raise ApiError(400, "too_many_values", text) from None
         except RecursionError:
