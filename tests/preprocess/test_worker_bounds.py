@@ -10,9 +10,9 @@ import shutil
 import signal
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -20,7 +20,7 @@ from PIL import Image
 
 from support.checkpoint_files import checkpoint
 from trinity.errors import RequestError
-from trinity.preprocess import worker, worker_processes
+from trinity.preprocess import worker
 from trinity.preprocess.media_costs import MediaCost
 from trinity.preprocess.media_limits import MediaLimits
 from trinity.preprocess.processor import RequestProcessor
@@ -71,12 +71,24 @@ def slow_picture(seed: int) -> bytes:
     return data[:-2] + data[last:-2] * 400 + b"\xff\xd9"
 
 
-def fork_without_free_memory(*given: Any) -> int:
-    """Fork workers that have to ask the system for pieces of 8 MiB: in a long run of tests hundreds of MiB are free."""
-    held, before = [], worker.data_bytes()
-    while worker.data_bytes() == before:
-        held.append(np.empty(8 << 20, np.uint8))
-    return worker.fork_origin(*given)
+@pytest.fixture
+def no_free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let workers have no memory that is free already: a long run of tests leaves hundreds of MiB, in several arenas.
+
+    Where the system gives nothing more, malloc looks through all of them.
+    """
+
+    def begin(*given: Any) -> NoReturn:
+        held, hard = [], resource.getrlimit(resource.RLIMIT_DATA)[1]
+        resource.setrlimit(resource.RLIMIT_DATA, (worker.data_bytes(), hard))
+        with suppress(MemoryError):
+            while True:
+                held.append(np.empty(4 << 20, np.uint8))
+        resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
+        fork_workers(*given)
+
+    fork_workers = worker.fork_workers
+    monkeypatch.setattr(worker, "fork_workers", begin)
 
 
 async def test_more_cpu_than_its_bound_ends_a_process_in_the_middle(tmp_path: Path) -> None:
@@ -103,6 +115,7 @@ async def test_a_template_that_makes_gigabytes_fails_its_own_request(tmp_path: P
         assert each.process
 
 
+@pytest.mark.usefixtures("no_free_memory")
 async def test_more_memory_than_was_predicted_fails_its_own_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """A format may take a hundred times what its header tells: such a picture is to harm nobody else."""
     predicted = RequestProcessor._sum_cost
@@ -115,7 +128,6 @@ async def test_more_memory_than_was_predicted_fails_its_own_request(monkeypatch:
     file = io.BytesIO()
     Image.new("RGB", (4000, 4000)).save(file, "PNG")
     small = np.zeros((56, 84, 3), np.uint8)
-    monkeypatch.setattr(worker_processes, "fork_origin", fork_without_free_memory)
     async with killable(checkpoint("llava")) as made:
         for _ in range(2):
             with pytest.raises(RequestError, match=r"more memory than .* was predicted for its media"):
@@ -124,6 +136,7 @@ async def test_more_memory_than_was_predicted_fails_its_own_request(monkeypatch:
             assert made.room.taken == 0
 
 
+@pytest.mark.usefixtures("no_free_memory")
 async def test_the_bound_of_one_request_is_not_that_of_the_next_ones_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """At 44286955 a large request was received within what had been predicted for the one before it."""
 
@@ -264,6 +277,7 @@ async def test_what_a_process_keeps_of_a_large_request_ends_with_it() -> None:
             assert int(line.split()[1]) < (1 << 20) + most
 
 
+@pytest.mark.usefixtures("no_free_memory")
 async def test_a_process_that_keeps_of_a_request_what_no_bound_counts_makes_room(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
