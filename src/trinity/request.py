@@ -11,6 +11,7 @@ import msgspec
 from trinity.errors import RequestError, describe_error
 from trinity.errors.arguments import KeywordsByName, show
 from trinity.errors.plain_values import (
+    MOST_PARTS,
     Unfit,
     read_chat,
     read_count,
@@ -339,9 +340,10 @@ def _plain_fields(request: Request) -> dict[str, Any]:
     name = read_text("request_id", request.request_id, MOST_NAMED)
     if not name:
         raise Unfit("request_id must be non-empty text, got ''")
+    left = [MOST_PARTS]
     return {
         "prompt": None if request.prompt is None else read_text("prompt", request.prompt, _MOST_PROMPT),
-        "messages": None if request.messages is None else read_chat("messages", request.messages, _MOST_PROMPT),
+        "messages": None if request.messages is None else read_chat("messages", request.messages, _MOST_PROMPT, left),
         "images": tuple(map(read_source, read_items("images", request.images))),
         "media": tuple(map(_plain_media, read_items("media", request.media))),
         "max_tokens": None if request.max_tokens is None else _limit("max_tokens", request.max_tokens),
@@ -349,23 +351,23 @@ def _plain_fields(request: Request) -> dict[str, Any]:
         "deadline_s": None if request.deadline_s is None else _deadline("deadline_s", request.deadline_s),
         "session": read_text("session", request.session, MOST_NAMED),
         "request_id": name,
-        "tools": None if request.tools is None else _plain_tools(request.tools),
-        "template_kwargs": _plain_variables("template_kwargs", request.template_kwargs),
+        "tools": None if request.tools is None else _plain_tools(request.tools, left),
+        "template_kwargs": _plain_variables("template_kwargs", request.template_kwargs, left),
         "cache_salt": read_text("cache_salt", request.cache_salt, MOST_NAMED),
         "untrusted": read_flag("untrusted", request.untrusted),
         "special_tokens": None if (acts := request.special_tokens) is None else read_flag("special_tokens", acts),
     }
 
 
-def _plain_tools(tools: Any) -> list[Any]:
-    return [_plain_variables("tools", each) for each in read_items("tools", tools)]
+def _plain_tools(tools: Any, left: list[int]) -> list[Any]:
+    return [_plain_variables("tools", each, left) for each in read_items("tools", tools)]
 
 
-def _plain_variables(name: str, value: Any) -> dict[str, Any]:
+def _plain_variables(name: str, value: Any, left: list[int]) -> dict[str, Any]:
     """Copy a mapping by name; what its values hold is read by the chat template alone."""
     if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
         raise Unfit(f"{name} must be given by name, as dicts, got {show(value)}")
-    copied: dict[str, Any] = read_chat(name, value, _MOST_PROMPT)
+    copied: dict[str, Any] = read_chat(name, value, _MOST_PROMPT, left)
     return copied
 
 

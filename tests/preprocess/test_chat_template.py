@@ -11,6 +11,7 @@ import pytest
 
 from support.checkpoint_files import checkpoint
 from trinity.errors import RequestError
+from trinity.errors.plain_values import MOST_PARTS
 from trinity.preprocess.chat_template import ChatTemplate
 from trinity.preprocess.media_kinds import Placeholder
 from trinity.preprocess.processor import RequestProcessor
@@ -177,5 +178,5 @@ def test_values_in_arguments_of_calls_count_as_those_of_the_chat(processor: Requ
         return Request(messages=[{"role": "assistant", "content": None, "tool_calls": [call, call]}])
 
     processor.process(ask(50))
-    with pytest.raises(RequestError, match="arguments of tool calls hold more than 100000 values"):
-        processor.process(ask(60_000))
+    with pytest.raises(RequestError, match=f"arguments of tool calls: the request has more than {MOST_PARTS} values"):
+        processor.process(ask(MOST_PARTS // 2))

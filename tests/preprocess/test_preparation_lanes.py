@@ -14,9 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trinity.errors import ClosedError, Overloaded, RequestTooLarge
-from trinity.preprocess.preparation_lanes import PreparationLane, SharedRoom, text_size
-from trinity.request import Request
+from trinity.errors import ClosedError, Overloaded, RequestError, RequestTooLarge
+from trinity.errors.plain_values import MOST_PARTS
+from trinity.preprocess import preparation_lanes
+from trinity.preprocess.preparation_lanes import PreparationLane, SharedRoom, check_beside_loop, text_size
+from trinity.request import Request, check_request
 
 LIVENESS_S = 60.0
 
@@ -245,3 +247,36 @@ def test_the_size_of_a_text_counts_all_that_a_template_reads() -> None:
     assert text_size(Request(messages=messages)) > 5000
     assert text_size(Request("x", tools=[{"name": "x" * 5000}])) > 5000
     assert text_size(Request(messages=[{"role": "user", "content": ""}] * 5000)) > 5000 * 64
+
+
+async def test_a_large_request_is_checked_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At 089ae0d6 one of 100,000 values held the loop for 90 ms, and once more in the processor."""
+    seen = list[bool]()
+
+    def check(request: Request) -> Request:
+        seen.append(threading.current_thread() is threading.main_thread())
+        return check_request(request)
+
+    monkeypatch.setattr(preparation_lanes, "check_request", check)
+    large = Request(messages=[{"role": "user", "content": "a"}] * 10_000)
+    assert (await check_beside_loop(large)).messages == large.messages
+    assert (await check_beside_loop(Request("a"))).prompt == "a"
+    assert seen == [False, True]
+    odd: Any = 3
+    with pytest.raises(RequestError, match=r"give a trinity\.Request, got 3"):
+        await check_beside_loop(odd)
+
+
+@pytest.mark.parametrize("field", ["messages", "tools", "template_kwargs"])
+def test_all_that_a_template_reads_shares_one_bound(field: str) -> None:
+    """At 089ae0d6 each tool had a bound of its own."""
+    half: dict[str, Any] = {
+        "messages": [{"role": "user", "content": ["a"] * (MOST_PARTS // 2)}],
+        "tools": [{"a": [1] * (MOST_PARTS // 4)}] * 2,
+        "template_kwargs": {"a": [1] * (MOST_PARTS // 2)},
+    }
+    small = {"messages": [{"role": "user", "content": "a"}]}
+    check_request(Request(**(small | {field: half[field]})))
+    other = "tools" if field == "messages" else "messages"
+    with pytest.raises(RequestError, match=f": the request has more than {MOST_PARTS} values; give fewer"):
+        check_request(Request(**(small | {field: half[field], other: half[other]})))

@@ -15,7 +15,7 @@ from trinity.errors.arguments import plain_bool, plain_int, plain_str, show
 T = TypeVar("T")
 Reader = Callable[[str, Any], T]  # (field's name, value) to a plain value
 _MOST_LISTED = 4096  # items of a list
-MOST_PARTS = 100_000  # values in a chat
+MOST_PARTS = 1 << 16  # values in a chat, its tools and what else its template reads
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]+:", re.IGNORECASE)  # one letter is a drive
 
 
@@ -168,7 +168,7 @@ def read_chat(name: str, value: Any, most: int, left: list[int] | None = None) -
     def copy(each: Any) -> Any:
         left[0] -= 1
         if left[0] < 0:
-            raise Unfit(f"{name} hold more than {MOST_PARTS} values; give fewer")
+            raise Unfit(f"{name}: the request has more than {MOST_PARTS} values; give fewer")
         if isinstance(each, str):
             return read_text(name, each, most)
         if isinstance(each, Mapping):

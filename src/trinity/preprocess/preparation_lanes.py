@@ -14,7 +14,7 @@ from typing import Any, Self, TypeVar
 
 from trinity.core.fair_turns import FairJob, FairTurns
 from trinity.errors import ClosedError, Overloaded, RequestTooLarge
-from trinity.request import Request
+from trinity.request import Request, check_request
 
 T = TypeVar("T")
 SHORT_TEXT = 1 << 18  # characters, and 64 for each value: a tenth of a second to tokenize
@@ -26,6 +26,15 @@ _CLOSED = "the request processor was closed before it had processed this request
 def takes_long(request: Request) -> bool:
     """Tell whether a request is prepared on the lane of media: for these, or since its text is long."""
     return bool(request.images or request.media) or text_size(request, SHORT_TEXT) > SHORT_TEXT
+
+
+async def check_beside_loop(request: Request) -> Request:
+    """Check a request like ``check_request``: a large one in a thread, as to copy its values takes up to 0.1 s."""
+    try:
+        large = text_size(request, SHORT_TEXT) > SHORT_TEXT
+    except Exception:  # a value of a foreign type, which the check names
+        large = False
+    return await asyncio.to_thread(check_request, request) if large else check_request(request)
 
 
 def text_size(request: Request, enough: float = inf) -> int:
