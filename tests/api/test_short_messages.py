@@ -163,3 +163,31 @@ def test_a_value_is_shown_up_to_its_bound() -> None:
     assert show("x") == "'x'"
     assert show(LONG).count(MARK) == LONGEST_SHOWN - 1
     assert show([LONG]).count(MARK) <= LONGEST_SHOWN
+
+
+@pytest.mark.parametrize("kind", [list, tuple, set, dict.fromkeys])
+def test_no_more_is_looked_at_than_is_shown(kind: Callable[[list[Any]], Any]) -> None:
+    """At b6e2a44b a wrong tool_choice of 60 MB was written out whole, for 0.3 s, and cut then."""
+    looked = list[int]()
+
+    class Odd:
+        def __repr__(self) -> str:
+            looked.append(1)
+            return "odd"
+
+    assert len(show(kind([Odd() for _ in range(10_000)]))) < 2 * LONGEST_SHOWN
+    assert 0 < len(looked) <= LONGEST_SHOWN
+
+
+def test_texts_of_a_schema_are_bounded_together() -> None:
+    """At b6e2a44b 30 MB of them were written as JSON on the event loop, for 0.3 s, before they were refused."""
+    schema = {"enum": ["y" * 500 for _ in range(132)]}
+    with pytest.raises(RequestError, match="json_schema: the texts have more than 65536 characters in all"):
+        check_request(Request("a", sampling=Sampling(structured=Structured(json_schema=schema))))
+
+
+def test_half_a_character_is_found_wherever_it_is() -> None:
+    for place in (0, 5, (1 << 20) - 1, 1 << 20, (1 << 20) + 3):
+        text = "é" * place + "\ud800" + "é" * 9
+        with pytest.raises(RequestError, match=rf"lone surrogate, at {place}\)"):
+            check_request(Request(text))

@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 
 from trinity.errors import ClosedError, Overloaded, RequestError, RequestTooLarge
 from trinity.errors.plain_values import MOST_PARTS
-from trinity.preprocess import preparation_lanes
-from trinity.preprocess.preparation_lanes import PreparationLane, SharedRoom, check_beside_loop, text_size
+from trinity.preprocess.preparation_lanes import PreparationLane, SharedRoom, run_beside_loop, text_size
 from trinity.request import Request, check_request
 
 LIVENESS_S = 60.0
@@ -249,22 +248,21 @@ def test_the_size_of_a_text_counts_all_that_a_template_reads() -> None:
     assert text_size(Request(messages=[{"role": "user", "content": ""}] * 5000)) > 5000 * 64
 
 
-async def test_a_large_request_is_checked_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At 089ae0d6 one of 100,000 values held the loop for 90 ms, and once more in the processor."""
+async def test_what_looks_at_each_value_of_a_large_request_runs_beside_the_loop() -> None:
+    """At 089ae0d6 a chat of 100,000 values held the loop for 90 ms to be checked, and again for its media."""
     seen = list[bool]()
 
     def check(request: Request) -> Request:
         seen.append(threading.current_thread() is threading.main_thread())
         return check_request(request)
 
-    monkeypatch.setattr(preparation_lanes, "check_request", check)
     large = Request(messages=[{"role": "user", "content": "a"}] * 10_000)
-    assert (await check_beside_loop(large)).messages == large.messages
-    assert (await check_beside_loop(Request("a"))).prompt == "a"
+    assert (await run_beside_loop(check, large)).messages == large.messages
+    assert (await run_beside_loop(check, Request("a"))).prompt == "a"
     assert seen == [False, True]
     odd: Any = 3
     with pytest.raises(RequestError, match=r"give a trinity\.Request, got 3"):
-        await check_beside_loop(odd)
+        await run_beside_loop(check_request, odd)
 
 
 @pytest.mark.parametrize("field", ["messages", "tools", "template_kwargs"])

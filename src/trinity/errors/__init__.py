@@ -33,6 +33,7 @@
 from __future__ import annotations
 
 import re
+import reprlib
 import sys
 import warnings
 from collections.abc import Iterable, Iterator
@@ -43,6 +44,9 @@ LONGEST_SHOWN = 200  # characters of a wrong value in a message
 MOST_MESSAGE = 4000  # characters of a message
 DISTRIBUTION = "trinity-epd"  # on the package index, where `trinity` is another project
 
+_repr_first = reprlib.Repr()  # a whole repr of what a client sent may have hundreds of megabytes
+for _name in ("maxdict", "maxlist", "maxtuple", "maxset", "maxfrozenset", "maxstring", "maxother", "maxlong"):
+    setattr(_repr_first, _name, LONGEST_SHOWN)
 
 _LONG_WORD = re.compile(rf"(\S{{{LONGEST_SHOWN - 3}}})\S{{4,}}")
 
@@ -55,7 +59,10 @@ def pip_install(extra: str) -> str:
 def show(value: object) -> str:
     """Show a wrong value in a message: its ``repr``, cut where it is long, or its type where that fails."""
     try:
-        text = repr(value[: LONGEST_SHOWN + 1] if isinstance(value, str | bytes) else value)
+        if isinstance(value, dict | list | tuple | set | frozenset):
+            text = _repr_first.repr(value)
+        else:
+            text = repr(value[: LONGEST_SHOWN + 1] if isinstance(value, str | bytes) else value)
     except Exception:  # a foreign object's own, or an int of more digits than Python prints
         return f"a {type(value).__name__}"
     return text if len(text) <= LONGEST_SHOWN else f"{text[:LONGEST_SHOWN]}... ({type(value).__name__})"

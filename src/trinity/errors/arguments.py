@@ -286,7 +286,12 @@ def plain_str(value: object) -> str:
     if type(value) is not str:
         return str.encode(value, "utf-8").decode()  # not the methods of a subclass
     if not value.isascii():  # most megabytes are: no copy of a picture's is made to look at it
-        value.encode()
+        for start in range(0, len(value), _PIECE):  # a call for all of it would stop all threads for long
+            try:
+                value[start : start + _PIECE].encode()
+            except UnicodeEncodeError as error:
+                place = start + error.start, start + error.end
+                raise UnicodeEncodeError(error.encoding, value, *place, error.reason) from None
     return value
 
 
@@ -377,6 +382,7 @@ def _speaks(value: Any, protocol: type) -> Any:
 
 
 VOWELS = (*"AEIOU", "SLO")
+_PIECE = 1 << 20  # characters that are encoded at a time
 _NAMES = {int: "a whole number", float: "a number", str: "a text", bool: "True or False", type(None): "None"}
 
 

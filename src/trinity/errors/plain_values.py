@@ -14,7 +14,7 @@ from trinity.errors.arguments import plain_bool, plain_int, plain_str, show
 
 T = TypeVar("T")
 Reader = Callable[[str, Any], T]  # (field's name, value) to a plain value
-_MOST_LISTED = 4096  # items of a list
+MOST_ITEMS = 4096  # items of a list
 MOST_PARTS = 1 << 16  # values in a chat, its tools and what else its template reads
 _SCHEME = re.compile(r"[a-z][a-z0-9+.-]+:", re.IGNORECASE)  # one letter is a drive
 
@@ -158,19 +158,24 @@ def read_items(name: str, items: Any) -> list[Any]:
 
 
 def read_chat(name: str, value: Any, most: int, left: list[int] | None = None) -> Any:
-    """Copy lists, mappings and texts (of at most ``most`` characters), so that no later change of them is seen.
+    """Copy lists, mappings and texts (of at most ``most`` characters in all): no later change of them is seen.
 
     Anything else in them stays as it is. ``left`` (``MOST_PARTS``): number of values that may come, which is counted
     down, for what is read in parts. Raises ``Unfit`` for more.
     """
-    left = [MOST_PARTS] if left is None else left
+    left, characters = [MOST_PARTS] if left is None else left, most
 
     def copy(each: Any) -> Any:
+        nonlocal characters
         left[0] -= 1
         if left[0] < 0:
             raise Unfit(f"{name}: the request has more than {MOST_PARTS} values; give fewer")
         if isinstance(each, str):
-            return read_text(name, each, most)
+            text = read_text(name, each, most)
+            characters -= len(text)
+            if characters < 0:
+                raise Unfit(f"{name}: the texts have more than {most} characters in all; give fewer")
+            return text
         if isinstance(each, Mapping):
             return {copy(key): copy(inner) for key, inner in each.items()}
         if isinstance(each, Sequence) and not isinstance(each, (bytes, bytearray, memoryview)):
@@ -181,5 +186,5 @@ def read_chat(name: str, value: Any, most: int, left: list[int] | None = None) -
 
 
 def _check_length(name: str, many: int) -> None:
-    if many > _MOST_LISTED:
-        raise Unfit(f"{name} has {many} items; {_MOST_LISTED} are allowed")
+    if many > MOST_ITEMS:
+        raise Unfit(f"{name} has {many} items; {MOST_ITEMS} are allowed")

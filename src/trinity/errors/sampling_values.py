@@ -20,9 +20,9 @@ from trinity.errors.plain_values import (
 MOST_COUNTED = (1 << 31) - 1  # counts and token ids; far beyond any context and vocabulary
 MOST_NAMED = 1024  # characters of a name or a stop string
 _MOST_BANNED = 16_384  # token ids of all bad words together
-_MOST_BIASED = 1024  # token ids: they are uploaded with every step
+MOST_BIASED = 1024  # token ids: they are uploaded with every step
 _MOST_SCHEMA = 1 << 16  # characters: a schema's own compiler has no bound for references that follow each other
-_MOST_GRAMMAR = 1 << 14  # characters of a regex or a grammar, which need far fewer
+MOST_GRAMMAR = 1 << 14  # characters of a regex or a grammar, which need far fewer
 _LARGEST = 1e6  # of temperature and penalty: float32 logits stay finite
 
 
@@ -64,8 +64,8 @@ def _logit_bias(name: str, value: Any) -> dict[int, float]:
     if not isinstance(value, Mapping):
         raise Unfit(f"{name} must be a dict of biases by token id, got {show(value)}")
     many = len(value)
-    if many > _MOST_BIASED:
-        raise Unfit(f"{name} has {many} token ids; {_MOST_BIASED} are allowed")
+    if many > MOST_BIASED:
+        raise Unfit(f"{name} has {many} token ids; {MOST_BIASED} are allowed")
     given = [item for _, item in zip(range(many), value.items(), strict=False)]
     read = {_TOKEN_ID(f"a token id of {name}", token): _BIAS(f"a bias of {name}", bias) for token, bias in given}
     return dict(sorted(read.items()))
@@ -92,7 +92,7 @@ def _schema(name: str, value: Any) -> str:
 
 
 def _grammar(name: str, value: Any) -> str:
-    text = read_text(name, value, _MOST_GRAMMAR)
+    text = read_text(name, value, MOST_GRAMMAR)
     if not text:
         raise Unfit(f"{name} must not be empty")
     return text

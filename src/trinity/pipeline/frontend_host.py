@@ -28,10 +28,10 @@ from trinity.pipeline.stream import Stream, make_late_failure, reduce_deadline
 from trinity.pipeline.transfer_ways import TransferWays
 from trinity.preprocess.detokenizer import TextStream
 from trinity.preprocess.grammars import TRIAL_PATIENCE_S
-from trinity.preprocess.preparation_lanes import check_beside_loop, takes_long
+from trinity.preprocess.preparation_lanes import run_beside_loop, takes_long
 from trinity.preprocess.processor import ProcessedRequest, RequestProcessor
 from trinity.remote.instance_client import InstanceClient
-from trinity.request import Output, Request
+from trinity.request import Output, Request, check_request
 from trinity.runtime.host import InstanceHandle
 from trinity.traces.trace import Trace
 
@@ -120,7 +120,7 @@ class FrontendHost:
         """Check, process (on a thread) and submit a stream's request."""
         self.check_open()
         try:
-            request = stream.request = await check_beside_loop(stream.request)
+            request = stream.request = await run_beside_loop(check_request, stream.request)
             self.check_open()
             self._check_room(request)
         except RequestError as error:

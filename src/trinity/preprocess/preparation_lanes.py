@@ -14,7 +14,7 @@ from typing import Any, Self, TypeVar
 
 from trinity.core.fair_turns import FairJob, FairTurns
 from trinity.errors import ClosedError, Overloaded, RequestTooLarge
-from trinity.request import Request, check_request
+from trinity.request import Request
 
 T = TypeVar("T")
 SHORT_TEXT = 1 << 18  # characters, and 64 for each value: a tenth of a second to tokenize
@@ -28,13 +28,13 @@ def takes_long(request: Request) -> bool:
     return bool(request.images or request.media) or text_size(request, SHORT_TEXT) > SHORT_TEXT
 
 
-async def check_beside_loop(request: Request) -> Request:
-    """Check a request like ``check_request``: a large one in a thread, as to copy its values takes up to 0.1 s."""
+async def run_beside_loop(work: Callable[[Request], T], request: Request) -> T:
+    """Return ``work(request)``: of a large request, each of whose values it looks at, in a thread."""
     try:
         large = text_size(request, SHORT_TEXT) > SHORT_TEXT
     except Exception:  # a value of a foreign type, which the check names
         large = False
-    return await asyncio.to_thread(check_request, request) if large else check_request(request)
+    return await asyncio.to_thread(work, request) if large else work(request)
 
 
 def text_size(request: Request, enough: float = inf) -> int:

@@ -38,7 +38,7 @@ from trinity.preprocess.preparation_lanes import (
     LaneVisit,
     PreparationLane,
     SharedRoom,
-    check_beside_loop,
+    run_beside_loop,
     takes_long,
 )
 from trinity.preprocess.prompt import PromptText, name_media, order_media
@@ -214,8 +214,9 @@ class RequestProcessor:
         and so do URLs before they are fetched.
         Raises ``ClosedError`` after ``close()``, ``Overloaded``, and the errors of ``process``.
         """
-        checked = await check_beside_loop(request)
-        checked = self._admit(await self.sampling_door.admit(checked, self._stop_ids, self.defaults))
+        checked = await run_beside_loop(check_request, request)
+        checked = await self.sampling_door.admit(checked, self._stop_ids, self.defaults)
+        checked = await run_beside_loop(self._admit, checked)
         if self._reads_first and any(is_url(item.source) for item in checked.all_media()):
             async with self._text_lane.visit(request._client) as visit:  # what its text makes wrong, before a fetch
                 await self._run(visit, checked.request_id, self._parse, checked)

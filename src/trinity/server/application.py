@@ -9,6 +9,7 @@ import logging
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -171,12 +172,13 @@ class ModelServer:
     # ------------------------------------------------------------ endpoints
 
     async def serve_chat(self, exchange: Exchange) -> None:
-        call, name = self._prepare(exchange, read_chat_call(await exchange.read_json()))
+        call, name = self._prepare(exchange, await exchange.read_json(read_chat_call))
         reply = ChatReply(call, name, self._token_texts(), self._tool_format(call))
         await answer_call(self.pipe, exchange, call, reply)
 
     async def serve_completion(self, exchange: Exchange) -> None:
-        call, name = self._prepare(exchange, read_completion_call(await exchange.read_json(), self.config.max_choices))
+        read = partial(read_completion_call, most_prompts=self.config.max_choices)
+        call, name = self._prepare(exchange, await exchange.read_json(read))
         await answer_call(self.pipe, exchange, call, CompletionReply(call, name, self._token_texts()))
 
     async def resume_chat(self, exchange: Exchange) -> None:
@@ -192,16 +194,17 @@ class ModelServer:
         await resume_stream(self.pipe, exchange, lambda call: CompletionReply(call, name, self._token_texts()))
 
     async def serve_response(self, exchange: Exchange) -> None:
-        read, asked = read_response_call(await exchange.read_json())
+        read, asked = await exchange.read_json(read_response_call)
         call, name = self._prepare(exchange, read)
         reply = ResponsesReply(call, asked, name, self._token_texts(), self._tool_format(call))
         await answer_call(self.pipe, exchange, call, reply)
 
     async def serve_embedding(self, exchange: Exchange) -> None:
-        asked = read_embedding_body(await exchange.read_json())
+        asked = await exchange.read_json(read_embedding_body)
         name = self._check_served(asked.model)
         check_pooling(self.pipe, name)
-        request = complete_request(make_embedding_request(asked), True, self.config.deadline_s, exchange.client)
+        request = await asyncio.to_thread(make_embedding_request, asked)  # which looks at all parts of a chat
+        request = complete_request(request, True, self.config.deadline_s, exchange.client)
         async with exchange.until_gone():
             async with FeatureStream.of(self.pipe.stream(request)) as stream:
                 try:

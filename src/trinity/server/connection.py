@@ -8,8 +8,9 @@ import re
 import secrets
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable
+from functools import partial
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 from urllib.parse import parse_qsl
 
 import msgspec
@@ -22,6 +23,7 @@ from trinity.server.error_table import ApiError, describe_failure
 from trinity.server.request_traces import NO_TRACE
 from trinity.server.settings import ServerConfig
 
+T = TypeVar("T")
 _PLAIN_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 SHORT_BODY = 1 << 20  # bytes: a long chat, or a small picture
 BODY_GRACE_S = 10.0  # s for a body of any size, before its rate counts
@@ -82,6 +84,12 @@ class HeldBytes:
             asyncio.get_running_loop().call_later(RELEASE_EVERY_S, release_at_times)
 
 
+def _read_object(read: Callable[[dict[str, Any]], T], body: Any) -> T:
+    if not isinstance(body, dict):
+        raise ApiError(400, "invalid_json", "the body must be a JSON object")
+    return read(body)
+
+
 class Exchange:
     """One request and its response, over ASGI.
 
@@ -113,16 +121,19 @@ class Exchange:
 
     # ------------------------------------------------------------ the request
 
-    async def read_json(self) -> dict[str, Any]:
-        """Read the body as a JSON object. Raises ``ApiError``, and ``ClientGone`` if it never comes."""
+    async def read_json(self, read: Callable[[dict[str, Any]], T]) -> T:
+        """Read the body as a JSON object, and make of it what ``read`` makes: beside the loop, where it is large.
+
+        Raises ``ApiError``, ``ClientGone`` if it never comes, and what ``read`` raises.
+        """
         kind = self.headers.get(b"content-type", b"").partition(b";")[0].strip().lower()
         if kind != b"application/json":  # also what a page of another site could not send without asking first
             raise ApiError(415, "unsupported_media_type", "send JSON, with content-type application/json")
         try:
-            body = await self._held.json.decode(await self._read_body(), self.client)
+            return await self._held.json.decode(await self._read_body(), self.client, partial(_read_object, read))
         except TooManyValues:
             text = (
-                f"the body has more than {MOST_VALUES} values, 8 MiB outside strings, too many quotes, or too "
+                f"the body has more than {MOST_VALUES} values, 1 MiB outside strings, too many quotes, or too "
                 "many backslashes in a row; send fewer messages, or less"
             )
             raise ApiError(400, "too_many_values", text) from None
@@ -130,9 +141,6 @@ class Exchange:
             raise ApiError(400, "invalid_json", "the body is nested too deep") from None
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ApiError(400, "invalid_json", f"the body is no JSON: {error}") from None
-        if not isinstance(body, dict):
-            raise ApiError(400, "invalid_json", "the body must be a JSON object")
-        return body
 
     async def _read_body(self) -> list[bytes]:
         announced = self.headers.get(b"content-length", b"0")

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from trinity.errors import RequestError
+from trinity.errors.sampling_values import MOST_BIASED
 from trinity.request import Request, Sampling, Structured
 from trinity.server.structured_fields import Form, read_form
 from trinity.server.tool_choice import ToolChoice, read_tools
@@ -257,6 +258,8 @@ def make_sampling(asked: SamplingFields, logprobs: int | None, form: Form | None
     if asked.stop_token_ids:
         fields["stop_token_ids"] = tuple(asked.stop_token_ids)
     if asked.logit_bias:
+        if len(asked.logit_bias) > MOST_BIASED:
+            raise RequestError(f"logit_bias has {len(asked.logit_bias)} token ids; {MOST_BIASED} are allowed")
         fields["logit_bias"] = {_token_id(name): bias for name, bias in asked.logit_bias.items()}
     if form is not None:
         fields["structured"] = Structured(**form)

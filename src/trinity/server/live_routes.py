@@ -69,7 +69,7 @@ class LiveRoutes:
     async def send_plan(self, exchange: Exchange) -> None:
         """Answer with a ``LivePlan`` for the SLO of the body, ``{"ttft": 2.0, "tbt": 0.1}``, in seconds."""
         try:
-            query = msgspec.convert(await exchange.read_json(), _PlanQuery)
+            query = msgspec.convert(await exchange.read_json(dict), _PlanQuery)
             if not (query.ttft <= LONGEST_TTFT_S and query.tbt <= LONGEST_TBT_S):
                 raise ConfigError(f"an SLO of at most {LONGEST_TTFT_S:g} s and {LONGEST_TBT_S:g} s can be planned for")
             async with exchange.until_gone():

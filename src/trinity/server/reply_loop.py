@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Coroutine, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from trinity.errors import ClosedError
 from trinity.pipeline import Pipeline
 from trinity.pipeline.copies import copy_request
 from trinity.pipeline.stream import Stream
+from trinity.preprocess.preparation_lanes import run_beside_loop
 from trinity.request import Output, Request, Token
 from trinity.server.connection import Exchange
 from trinity.server.fields import ParsedCall
@@ -41,7 +43,8 @@ async def answer_call(pipe: Pipeline, exchange: Exchange, call: ParsedCall, repl
     """
     requests: Sequence[Request] = call.requests  # whose copies cost a tenth of a server's time for a request
     if call.choices > 1:
-        requests = [each for request in call.requests for each in copy_request(request, call.choices)]
+        copies = [await run_beside_loop(partial(copy_request, n=call.choices), request) for request in call.requests]
+        requests = [each for some in copies for each in some]
     async with exchange.until_gone():
         if call.stream:
             numbered = pipe.has_buddy and len(requests) == 1 and requests[0].request_id.startswith(NUMBERED)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from trinity.errors import RequestError
+from trinity.errors.sampling_values import MOST_GRAMMAR
 
 Form = dict[str, Any]  # keywords of trinity.Structured, exactly one
 GUIDED = ("guided_json", "guided_regex", "guided_grammar", "guided_choice")
@@ -80,6 +81,8 @@ def _read_choice(value: Any) -> Form:
     listed = isinstance(value, Sequence) and not isinstance(value, str)
     if not listed or not value or not all(isinstance(each, str) and each for each in value):
         raise RequestError("guided_choice must be a list of texts")
+    if sum(map(len, value)) > MOST_GRAMMAR:
+        raise RequestError(f"guided_choice has more than {MOST_GRAMMAR} characters; give fewer or shorter texts")
     return {"grammar": "start: " + " | ".join(json.dumps(each) for each in value)}
 
 

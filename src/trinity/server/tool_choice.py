@@ -7,7 +7,8 @@ from typing import Any
 
 import msgspec
 
-from trinity.errors import RequestError
+from trinity.errors import RequestError, show
+from trinity.errors.plain_values import MOST_ITEMS
 
 ANY_TOOL = "*"  # the model must call one, whichever
 
@@ -46,6 +47,8 @@ def read_tools(tools: Sequence[Mapping[str, Any]] | None, choice: Any) -> ToolCh
         if choice not in (None, "auto", "none"):
             raise RequestError("tool_choice needs tools")
         return ToolChoice()
+    if len(tools) > MOST_ITEMS:
+        raise RequestError(f"tools has {len(tools)} items; {MOST_ITEMS} are allowed")
     schemas = dict(_read_tool(tool) for tool in tools)
     if choice == "none":
         return ToolChoice()
@@ -70,6 +73,6 @@ def _forced(choice: Any, schemas: Mapping[str, Any]) -> str:
         return ANY_TOOL
     named = choice.get("function", choice) if isinstance(choice, dict) else None
     name = named.get("name") if isinstance(named, dict) else None
-    if name not in schemas:
-        raise RequestError(f"tool_choice must be auto, none, required, or name one of the tools, got {choice!r:.80}")
-    return str(name)
+    if not isinstance(name, str) or name not in schemas:
+        raise RequestError(f"tool_choice must be auto, none, required, or name one of the tools, got {show(choice)}")
+    return name
