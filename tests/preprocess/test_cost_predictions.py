@@ -234,6 +234,7 @@ FROM_OUTSIDE: dict[str, Callable[[], bytes]] = {
     ),
     "TIFF whose EXIF has ratios": lambda: made.tiff_of_exif(200_000),
     "JPEG whose EXIF lies in many segments": lambda: made.jpeg_of_joined_exif(40),
+    "JPEG of many ratios of further pictures": lambda: made.jpeg_of_further_pictures(8000),
     "BMP of short rows": lambda: made.bmp_of_short_rows(1500, 1500),
     "GIF of clear codes": lambda: made.gif_of_clear_codes(3_000_000),
     "TIFF of shared scans": lambda: made.tiff_of_shared_scans(6, 80),

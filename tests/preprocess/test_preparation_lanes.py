@@ -265,6 +265,23 @@ async def test_what_looks_at_each_value_of_a_large_request_runs_beside_the_loop(
         await run_beside_loop(check_request, odd)
 
 
+async def test_large_requests_are_looked_at_one_after_another() -> None:
+    """At 24e21f4e six threads did so at once: they took turns with the loop, which had its own after half a second."""
+    running = most = 0
+
+    def look(request: Request) -> Request:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        time.sleep(0.01)
+        running -= 1
+        return request
+
+    large = [Request("x" * 300_000, _client=str(each % 3)) for each in range(12)]
+    assert await asyncio.gather(*(run_beside_loop(look, each) for each in large)) == large
+    assert most == 1
+
+
 @pytest.mark.parametrize("field", ["messages", "tools", "template_kwargs"])
 def test_all_that_a_template_reads_shares_one_bound(field: str) -> None:
     """At 089ae0d6 each tool had a bound of its own."""

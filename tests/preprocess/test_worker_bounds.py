@@ -20,7 +20,7 @@ from PIL import Image
 
 from support.checkpoint_files import checkpoint
 from trinity.errors import RequestError
-from trinity.preprocess import worker
+from trinity.preprocess import media_costs, worker
 from trinity.preprocess.media_costs import MediaCost
 from trinity.preprocess.media_limits import MediaLimits
 from trinity.preprocess.processor import RequestProcessor
@@ -295,3 +295,35 @@ async def test_a_process_that_keeps_of_a_request_what_no_bound_counts_makes_room
         for name, process in (("small", first), ("large", 0)):
             await made.aprocess(Request("<image>", images=[picture], request_id=name))
             assert each.process == process, name
+
+
+@pytest.mark.usefixtures("no_free_memory")
+async def test_an_answer_that_is_sent_is_not_what_a_process_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At 24e21f4e each picture whose inputs took 64 MiB ended its process, and the next one paid 0.1 s of CPU."""
+    monkeypatch.setattr(worker, "GROWN_BYTES", 12 << 20)
+    picture = np.zeros((400, 400, 3), np.uint8)
+    async with killable(checkpoint("qwen2_vl"), max_images=40) as made:
+        (each,) = workers_of(made, media=True)
+        first = each.process
+        for count in (1, 40, 40):
+            chat = [{"role": "user", "content": [{"type": "image"}] * count}]
+            found = await made.aprocess(Request(messages=chat, images=[picture] * count))
+        sent = sum(value.nbytes for inputs in found.inputs for value in inputs.values())
+        assert (sent > 12 << 20, each.process) == (True, first)
+
+
+async def test_a_process_need_not_time_the_reference_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At 24e21f4e each new process did so at its first picture, for 0.1 s, and found another time than others."""
+
+    def price(*_: object, **__: object) -> MediaCost:
+        raise OwnError(f"timed {len(media_costs._timed)} times")
+
+    monkeypatch.setattr(media_costs, "_timed", [])
+    monkeypatch.setattr(RequestProcessor, "_sum_cost", price)
+    async with killable(checkpoint("llava")) as made:
+        with pytest.raises(RequestError, match="timed 1 times"):  # and an error's class that is not ours
+            await made.aprocess(Request("<image>", images=[b"a file"]))
+
+
+class OwnError(RequestError):
+    """A package's own."""

@@ -197,8 +197,8 @@ async def another_answer(made: KillableProcessor, monkeypatch: pytest.MonkeyPatc
     def forge(connection: socket.socket) -> list[bytearray]:
         kind, packed, *rest = real(connection)
         if kind == worker.ANSWER:
-            grown, name, (_, *given) = pickle.loads(packed, buffers=rest)
-            packed = bytearray(pickle.dumps((grown, name, ("somebody else's", *given))))
+            name, (_, *given) = pickle.loads(packed[1:], buffers=rest)
+            packed = packed[:1] + pickle.dumps((name, ("somebody else's", *given)))
         return [kind, packed, *rest]
 
     with monkeypatch.context() as patch:

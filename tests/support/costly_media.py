@@ -361,6 +361,15 @@ def jpeg_of_joined_exif(segments: int) -> bytes:
     return jpeg_with_exif(plain, tuple(tiff[at : at + each] for at in range(0, len(tiff), each)))
 
 
+def jpeg_of_further_pictures(ratios: int) -> bytes:
+    """Make a JPEG whose list of further pictures (CIPA DC-007), which Pillow reads at once, has a tag of ratios."""
+    listed = [(0xB000, 7, 4, 0x30303130), (0xB001, 4, 1, 2), (0xB002, 7, 32, 62), (0xC000, 5, ratios, 94)]
+    tags = b"".join(struct.pack("<HHLL", *each) for each in listed) + bytes(4)
+    body = b"MPF\0II*\0" + struct.pack("<LH", 8, len(listed)) + tags + bytes(32) + b"\1\0\0\0\2\0\0\0" * ratios
+    plain = encode(Image.new("RGB", (16, 16)), "JPEG")
+    return plain[:2] + b"\xff\xe2" + struct.pack(">H", 2 + len(body)) + body + plain[2:]
+
+
 def exif_of_one_tag(count: int) -> bytes:
     """Make EXIF data whose orientation is so many ratios."""
     return b"II*\0" + struct.pack("<LHHHLLL", 8, 1, 0x0112, 5, count, 26, 0) + b"\1\2\3\4" * (2 * count)

@@ -160,8 +160,9 @@ def _walk_jpeg(data: bytes, parts: Parts) -> _Walked:
     """Count the scans of a JPEG and the samples that each covers."""
     kind = width = height = channels = 0
     components: dict[int, float] = {}
-    scans, scanned, setup, at, before_scan, profile = 0, 0.0, 0.0, 2, 2, False
+    scans, scanned, setup, tagged, at, before_scan, profile = 0, 0.0, 0.0, 0.0, 2, 2, False
     exif: list[bytes] = []
+    pictures = b""  # its list of further ones, as an MPO has it
     for _ in parts:
         found = _MARKER.search(data, at)
         if found is None:
@@ -193,14 +194,18 @@ def _walk_jpeg(data: bytes, parts: Parts) -> _Walked:
             setup += _COPY_NS * _MOST_SEGMENT * len(exif)  # each is joined to those before
         elif marker == 0xE2 and body.startswith(b"ICC_PROFILE\0"):
             profile = True
+        elif marker == 0xE2 and body.startswith(b"MPF\0"):
+            pictures = body[4:]
         elif marker == 0xED:
             setup += _PART_NS * body.count(b"8BIM")
     samples = sum(components.values())
     if not scans or not samples:
         raise ValueError("no scan")
-    tags, held = _price_tags(b"".join(exif), parts)
-    priced = _price_jpeg(kind, (width, height, channels), samples, scans, scanned, len(data), setup + tags)
-    return priced._replace(profile=profile, passing=priced.passing + held)
+    for tags in filter(None, (b"".join(exif), pictures)):
+        nanoseconds, held = _price_tags(tags, parts)
+        setup, tagged = setup + nanoseconds, tagged + held
+    priced = _price_jpeg(kind, (width, height, channels), samples, scans, scanned, len(data), setup)
+    return priced._replace(profile=profile, passing=priced.passing + tagged)
 
 
 def _jpeg_components(body: bytes, width: int, height: int) -> dict[int, float]:

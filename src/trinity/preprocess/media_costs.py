@@ -1,6 +1,6 @@
 """Prices of media in units of a reference decode, and what a request's media cost in CPU-seconds and bytes.
 
-A price follows from an item's header and structure; nothing is decoded for it. ``image_prices``, ``sound_prices`` and
+A price follows from an item's header and structure; nothing is decoded for it. ``image_prices``, ``sound_headers`` and
 ``video_prices`` hold the tables of formats. A unit is the decode of one small JPEG, timed once in this process, so that
 the same table holds on a slow machine and on a fast one.
 """
@@ -24,6 +24,7 @@ _REFERENCE_NS = 2.2 * _SIDE * _SIDE  # its decode, in nanoseconds of the machine
 _TRIES = 7  # decodes of the reference, of which the shortest counts
 _COPIES_BYTES = 12  # of a pixel: two of Pillow's images and an array, which processors have at a time
 _RESIZE_NS, _PIXEL_NS = 8.0, 30.0  # a pixel that a processor resizes, and one that it makes
+_ITEM_NS = 1.5e6  # what it does for each picture, however small
 
 
 class Price(msgspec.Struct, frozen=True):
@@ -105,7 +106,8 @@ def time_reference() -> float:
 
 def price_processing(pixels: int, made_pixels: int, made_bytes: int) -> Price:
     """Price what a model's processor does with a picture of so many pixels: copies of it, and what it makes."""
-    return Price.of(_RESIZE_NS * pixels + _PIXEL_NS * made_pixels, _COPIES_BYTES * pixels + made_bytes, made_bytes)
+    nanoseconds = _ITEM_NS + _RESIZE_NS * pixels + _PIXEL_NS * made_pixels
+    return Price.of(nanoseconds, _COPIES_BYTES * pixels + made_bytes, made_bytes)
 
 
 def check_price(price: Price, limits: MediaLimits) -> None:

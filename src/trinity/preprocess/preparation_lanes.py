@@ -29,12 +29,22 @@ def takes_long(request: Request) -> bool:
 
 
 async def run_beside_loop(work: Callable[[Request], T], request: Request) -> T:
-    """Return ``work(request)``: of a large request, each of whose values it looks at, in a thread."""
+    """Return ``work(request)``: of a large request, each of whose values it looks at, in a thread, one at a time.
+
+    Several threads of Python's own work would hold up the loop for longer the more there are.
+    """
     try:
         large = text_size(request, SHORT_TEXT) > SHORT_TEXT
     except Exception:  # a value of a foreign type, which the check names
         large = False
-    return await asyncio.to_thread(work, request) if large else work(request)
+    if not large:
+        return work(request)
+    job, began = await _large_requests.take(request._client), time.monotonic()
+    try:
+        return await asyncio.to_thread(work, request)
+    finally:
+        _large_requests.leave(job, time.monotonic() - began)
+        _large_requests.start_next()
 
 
 def text_size(request: Request, enough: float = inf) -> int:
@@ -173,6 +183,9 @@ class FairQueue:
             for job, waiter in waiters:
                 self.turns.drop(job)
                 _wake(waiter, ClosedError(_CLOSED))
+
+
+_large_requests = FairQueue(1)
 
 
 class PreparationLane:

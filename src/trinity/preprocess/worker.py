@@ -2,7 +2,7 @@
 
 ``WorkerOrigin`` starts the first with the numbers of two descriptors: a socket of orders, and a pipe that the parent
 holds open (the lifeline). A worker gets both kinds from an order. On its own socket come a request's name and content;
-it sends the name back as the sign that it has them, what the request's media take, and, once it may go on, the answer.
+it sends what the request's media take and, once it may go on, the answer.
 Every process here has one thread, and ends with the parent whatever it is at.
 """
 
@@ -27,12 +27,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import msgspec
+from PIL import Image
 
 from trinity.errors import ConfigError, RequestError, describe_error
 from trinity.errors.parent_process import has_holder_ended, name_process
 from trinity.preprocess import loader, model_types
 from trinity.preprocess.colours import Transparency
-from trinity.preprocess.media_costs import MediaCost
+from trinity.preprocess.media_costs import MediaCost, unit_s
 from trinity.preprocess.media_limits import MediaLimits
 from trinity.preprocess.own_processor import GivenProcessor, pack_processor
 from trinity.preprocess.processor import ProcessedRequest, RequestProcessor
@@ -199,6 +200,8 @@ def _keep_files(kept: Collection[int]) -> None:
 
 def fork_workers(processor: RequestProcessor, orders: socket.socket) -> NoReturn:
     """Fork a worker for every order, and say how one ended that is asked for, until the parent lets go."""
+    unit_s()
+    Image.init()  # else each worker would have to do both for its first request
     gc.collect()
     gc.freeze()
     name_process("prepare")
@@ -229,7 +232,8 @@ def _work(processor: RequestProcessor, niceness: int, numbers: Sequence[int]) ->
         name_process("media" if niceness else "text")
         limits, begun = processor.limits, data_bytes()
         if begun:
-            resource.setrlimit(resource.RLIMIT_DATA, (begun + limits.worker_bytes,) * 2)
+            most, hard = begun + limits.worker_bytes, resource.getrlimit(resource.RLIMIT_DATA)[1]
+            resource.setrlimit(resource.RLIMIT_DATA, (most if hard < 0 else min(most, hard),) * 2)
         connection = socket.socket(fileno=numbers[0])
         while True:
             name, *content = receive_parts(connection)
@@ -237,8 +241,10 @@ def _work(processor: RequestProcessor, niceness: int, numbers: Sequence[int]) ->
             answer = _answer(processor, connection, name.decode(errors="surrogatepass"), content)
             signal.setitimer(signal.ITIMER_PROF, 0)
             _bound_memory(begun, limits.worker_bytes)  # that of its media was for them
-            send_parts(connection, ANSWER, *pack_answer((data_bytes() - begun > GROWN_BYTES, *answer)))
-            del answer
+            packed, *arrays = pack_answer(answer)
+            kept = data_bytes() - begun - sum(memoryview(each).nbytes for each in arrays)
+            send_parts(connection, ANSWER, b"%d" % (kept > GROWN_BYTES) + packed, *arrays)
+            del answer, packed, arrays
     except (EOFError, OSError):
         os._exit(0)
     except BaseException:

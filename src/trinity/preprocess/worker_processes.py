@@ -283,7 +283,7 @@ class WorkerProcess:
             if kind != ANSWER:
                 self._left_s -= time.monotonic() - began
                 return int(packed)
-            grown, name, given = pickle.loads(packed, buffers=arrays)
+            grown, (name, given) = packed[:1] == b"1", pickle.loads(memoryview(packed)[1:], buffers=arrays)
         except BaseException as error:  # a MemoryError too: what is left of an answer would be taken for the next one
             code = self.end()
             if isinstance(error, (EOFError, OSError)):
@@ -389,7 +389,7 @@ class KillableProcessor(RequestProcessor):
             raise
         kind, given = answer
         if kind != "done":
-            raise getattr(errors, kind)(*given)
+            raise getattr(errors, kind, RequestError)(*given)  # a package may have errors of its own
         told, processed, inputs = given  # as ``plain_inputs`` makes them
         if told != name:
             assert use.worker is not None, "it has answered"
@@ -443,6 +443,8 @@ class KillableProcessor(RequestProcessor):
             return use.worker.go_on() if isinstance(begun, int) else begun
         except WorkerEnded as error:
             raise self._explain(error, request) from error
+        except ConfigError as error:
+            raise RequestError(str(error), request.request_id) from error
 
     @staticmethod
     def _hurry(use: _Use) -> None:
