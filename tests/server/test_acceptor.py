@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import resource
 import socket
 import sys
+from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, closing, suppress
 from pathlib import Path
@@ -30,6 +32,9 @@ from trinity.server.http_protocol import BoundedProtocol
 from trinity.server.settings import ServerConfig
 
 FILES, FLOOD = 96, 300
+SHORT_S = 10.0  # s: some round trips on loopback, and a second or so that a client has to send something
+GREEDY = "127.0.0.2"
+TOO_MANY = b"HTTP/1.1 429 Too Many Requests\r\nretry-after: 1\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 HEALTH = b"GET /health HTTP/1.1\r\nhost: here\r\n\r\n"
 
 
@@ -53,20 +58,20 @@ async def limited_server(log: Path, connections: int = 0) -> AsyncIterator[int]:
             await run.wait()
 
 
-async def connect(port: int) -> Connection:
-    return Connection(*await asyncio.open_connection("127.0.0.1", port))
+async def connect(port: int, source: str = "127.0.0.1") -> Connection:
+    return Connection(*await asyncio.open_connection("127.0.0.1", port, local_addr=(source, 0)))
 
 
-async def ask_health(port: int) -> bytes:
-    """Ask on a connection of its own, again where it was closed unanswered."""
+async def ask_health(port: int, source: str = "127.0.0.1") -> bytes:
+    """Ask on a connection of its own, again where it was closed unanswered or refused."""
     while True:
-        client = await connect(port)
-        with closing(client.writer):
-            try:
-                await client.ask(HEALTH)
-                return (await client.answer())[1]
-            except (ConnectionError, asyncio.IncompleteReadError):
-                await asyncio.sleep(0.1)
+        client = await connect(port, source)
+        with closing(client.writer), suppress(ConnectionError, asyncio.IncompleteReadError):
+            await client.ask(HEALTH)
+            status, body = await client.answer()
+            if status == 200:
+                return body
+        await asyncio.sleep(0.1)
 
 
 def open_idle(port: int) -> socket.socket:
@@ -109,9 +114,9 @@ class Held:
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"7")]})
         await send({"type": "http.response.body", "body": b"running"})
 
-    async def hold(self, port: int) -> Connection:
+    async def hold(self, port: int, source: str = "127.0.0.1") -> Connection:
         """Begin a request that is not answered yet."""
-        begun, client = self.begun, await connect(port)
+        begun, client = self.begun, await connect(port, source)
         await client.ask(POST + b"content-length: 1\r\n\r\na")
         while self.begun == begun:
             await asyncio.sleep(0.01)
@@ -119,10 +124,10 @@ class Held:
 
 
 @asynccontextmanager
-async def limited(connections: int) -> AsyncIterator[tuple[Held, int, ConnectionAcceptor]]:
+async def limited(connections: int, **settings: Any) -> AsyncIterator[tuple[Held, int, ConnectionAcceptor]]:
     """Serve ``Held`` over so many connections."""
     pipe = Pipeline(MODEL, "PD", cache=CacheConfig(pools=POOLS))
-    server, app = ModelServer(pipe, ServerConfig(max_connections=connections)), Held()
+    server, app = ModelServer(pipe, ServerConfig(max_connections=connections, **settings)), Held()
     async with asyncio.timeout(LIVENESS_S), listening(app, server) as (url, running):
         assert running.acceptor is not None
         yield app, int(url.rpartition(":")[2]), running.acceptor
@@ -134,7 +139,7 @@ async def test_an_idle_connection_makes_room_and_one_that_is_answered_does_not(
     monkeypatch.setattr(acceptor, "LEAST_IDLE_S", 0.05)
     async with limited(4) as (app, port, accepting):
         busy = await app.hold(port)
-        idle = [await connect(port) for _ in range(3)]
+        idle = [await connect(port, f"127.0.0.{each}") for each in (3, 4, 4)]
         for _ in range(5):
             assert await ask_health(port) == b"running"
         for each in idle[:1]:
@@ -148,7 +153,7 @@ async def test_an_idle_connection_makes_room_and_one_that_is_answered_does_not(
 
 async def test_new_connections_wait_while_all_are_answered() -> None:
     async with limited(2) as (app, port, _):
-        busy = [await app.hold(port) for _ in range(2)]
+        busy = [await app.hold(port, source) for source in ("127.0.0.3", "127.0.0.4")]
         waiting = asyncio.create_task(ask_health(port))
         done, _ = await asyncio.wait([waiting], timeout=0.5)
         assert not done
@@ -163,7 +168,7 @@ async def test_connections_that_are_idle_again_make_room(monkeypatch: pytest.Mon
     """At 82dc40f9 nobody new got in any more, once all had been answered at the same time, until one closed."""
     monkeypatch.setattr(acceptor, "LEAST_IDLE_S", 0.05)
     async with limited(2) as (app, port, accepting):
-        busy = [await app.hold(port) for _ in range(2)]
+        busy = [await app.hold(port, source) for source in ("127.0.0.3", "127.0.0.4")]
         waiting = asyncio.create_task(ask_health(port))
         done, _ = await asyncio.wait([waiting], timeout=0.5)
         assert not done
@@ -187,7 +192,7 @@ async def test_no_connection_is_closed_while_nobody_waits(monkeypatch: pytest.Mo
     async with limited(2) as (_, port, accepting):
         clients = [await connect(port)]
         await asyncio.sleep(0.2)
-        clients.append(await connect(port))
+        clients.append(await connect(port, "127.0.0.3"))
         while len(accepting.held) < 2 and not accepting.closed_idle:
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.2)
@@ -223,7 +228,7 @@ async def test_handshakes_that_never_end_make_room(tmp_path: Path, monkeypatch: 
         accepting = ConnectionAcceptor([opened], lambda: BoundedProtocol(config, state, {}), 2, tls)
         accepting.start()
         async with asyncio.timeout(LIVENESS_S):
-            silent = [await connect(opened.getsockname()[1]) for _ in range(6)]
+            silent = [await connect(opened.getsockname()[1], f"127.0.0.{each}") for each in range(2, 8)]
             for each in silent[:4]:
                 assert not await each.reader.read()
             assert len(accepting.held) <= 2
@@ -232,6 +237,156 @@ async def test_handshakes_that_never_end_make_room(tmp_path: Path, monkeypatch: 
             each.writer.close()
         while accepting.held:
             await asyncio.sleep(0.01)
+
+
+async def test_an_address_whose_requests_are_all_answered_keeps_no_other_out() -> None:
+    """At b6e2a44b eight requests of one address held all of 8 connections, and nobody else reached /health."""
+    async with limited(8) as (app, port, accepting):
+        greedy = [await connect(port, GREEDY) for _ in range(8)]
+        for each in greedy:
+            with suppress(ConnectionError):
+                await each.ask(POST + b"content-length: 1\r\n\r\na")
+        async with asyncio.timeout(SHORT_S):
+            for _ in range(10):
+                assert await ask_health(port, "127.0.0.3") == b"running"
+        assert app.begun == len(accepting.holders[GREEDY].tasks) == 6, "an address leaves a quarter to others"
+        greedy.append(await connect(port, GREEDY))
+        assert await greedy[-1].reader.read() == TOO_MANY
+        app.let_go.set()
+        for each in greedy[:6]:
+            assert (await each.answer())[0] == 200
+        for each in greedy:
+            each.writer.close()
+
+
+async def test_an_address_that_asks_all_the_time_keeps_no_other_out() -> None:
+    """At b6e2a44b eight connections of one address, none silent for as long as a second, held all of 8."""
+    async with limited(8) as (_, port, _):
+        greedy = [await connect(port, GREEDY) for _ in range(8)]
+
+        async def keep_asking(client: Connection) -> None:
+            with suppress(ConnectionError, asyncio.IncompleteReadError):
+                while True:
+                    await client.ask(HEALTH)
+                    await client.answer()
+                    await asyncio.sleep(0.1)
+
+        asking = [asyncio.create_task(keep_asking(each)) for each in greedy]
+        try:
+            async with asyncio.timeout(SHORT_S):
+                for source in ("127.0.0.3", "127.0.0.4"):
+                    assert await ask_health(port, source) == b"running"
+        finally:
+            for each in asking:
+                each.cancel()
+            await asyncio.wait(asking)
+            for client in greedy:
+                client.writer.close()
+
+
+async def test_who_has_more_than_half_makes_room_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However little it was idle; its own new connections end none of others."""
+    monkeypatch.setattr(acceptor, "LEAST_IDLE_S", 3600.0)
+    async with limited(8) as (_, port, accepting):
+        others = [await connect(port, f"127.0.0.{each}") for each in (3, 4)]
+        greedy = [await connect(port, GREEDY) for _ in range(6)]
+        for each in greedy:
+            await each.ask(HEALTH)
+            await each.answer()
+        refused = await connect(port, GREEDY)
+        assert await refused.reader.read() == TOO_MANY
+        for _ in range(2):
+            others.append(await connect(port, f"127.0.0.{len(others) + 3}"))
+            await others[-1].ask(HEALTH)
+            assert await others[-1].answer() == (200, b"running")
+        for each in greedy[:2]:
+            assert not await each.reader.read(), "the first to be closed is the one that is idle for longest"
+        assert accepting.closed_idle == 2
+        waiting = asyncio.create_task(ask_health(port, "127.0.0.9"))
+        done, _ = await asyncio.wait([waiting], timeout=0.5)
+        assert not done, "half is no more than half: all have as long to send something"
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        for each in (*greedy, *others, refused):
+            each.writer.close()
+
+
+async def test_an_address_makes_room_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(acceptor, "LEAST_IDLE_S", 0.05)
+    async with limited(4) as (_, port, accepting):
+        other, *own = [await connect(port, each) for each in ("127.0.0.3", GREEDY, GREEDY, GREEDY)]
+        for _ in range(5):
+            assert await ask_health(port, GREEDY) == b"running"
+        assert not await own[0].reader.read()
+        await other.ask(HEALTH)
+        assert await other.answer() == (200, b"running"), "it was idle for longest, and is another's"
+        assert accepting.closed_idle
+        for each in (other, *own):
+            each.writer.close()
+
+
+async def test_a_trusted_proxy_may_have_all() -> None:
+    async with limited(8, trusted_proxies=["127.0.0.2/32"]) as (app, port, accepting):
+        busy = [await app.hold(port, GREEDY) for _ in range(8)]
+        assert len(accepting.held) == 8
+        app.let_go.set()
+        for each in busy:
+            assert (await each.answer())[0] == 200
+            each.writer.close()
+
+
+async def test_a_unix_socket_may_have_all(tmp_path: Path) -> None:
+    app = Held()
+    config = uvicorn.Config(app, **QUIET)
+    config.load()
+    state = ServerState()
+    with closing(socket.socket(socket.AF_UNIX)) as opened:
+        opened.bind(str(tmp_path / "socket"))
+        opened.listen()
+        accepting = ConnectionAcceptor([opened], lambda: BoundedProtocol(config, state, {}), 4)
+        accepting.start()
+        async with asyncio.timeout(LIVENESS_S):
+            clients = [Connection(*await asyncio.open_unix_connection(tmp_path / "socket")) for _ in range(4)]
+            for each in clients:
+                await each.ask(HEALTH)
+                assert await each.answer() == (200, b"running")
+            assert len(accepting.held) == 4
+            accepting.close()
+            for each in clients:
+                each.writer.close()
+            while accepting.held:
+                await asyncio.sleep(0.01)
+
+
+async def test_clients_that_come_and_go_at_random_hold_no_more_than_their_share(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(acceptor, "LEAST_IDLE_S", 0.01)
+    draw, opened = random.Random(7), list[Connection]()
+    async with limited(8) as (app, port, accepting):
+        for _ in range(300):
+            if opened and draw.random() < 0.3:
+                opened.pop(draw.randrange(len(opened))).writer.close()
+            else:
+                opened.append(await connect(port, f"127.0.0.{draw.choice((2, 2, 2, 2, 3, 3, 4, 5))}"))
+                with suppress(ConnectionError):
+                    await opened[-1].ask(draw.choice((HEALTH, b"", POST + b"content-length: 1\r\n\r\na")))
+            if draw.random() < 0.3:
+                await asyncio.sleep(0.02)
+            if draw.random() < 0.1:
+                app.let_go.set()
+                await asyncio.sleep(0.01)
+                app.let_go.clear()
+            counts = Counter(each.address for each in accepting.held.values())
+            assert len(accepting.held) <= 8
+            assert max(counts.values(), default=0) <= 6
+            assert {address: len(each.tasks) for address, each in accepting.holders.items()} == counts
+        app.let_go.set()
+        for each in opened:
+            each.writer.close()
+        while accepting.held:
+            await asyncio.sleep(0.01)
+        assert not accepting.holders, "an address that has left is kept"
 
 
 def test_a_message_is_shown_once_a_minute() -> None:

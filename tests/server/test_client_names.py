@@ -85,6 +85,23 @@ async def test_a_key_is_one_client_however_it_is_spelled(monkeypatch: pytest.Mon
     assert found[4] != found[0]
 
 
+@pytest.mark.parametrize(
+    ("peer", "found"),
+    [
+        ("192.0.2.9", "192.0.2.9"),
+        ("::ffff:192.0.2.9", "192.0.2.9"),
+        ("2001:db8::2", "2001:db8::/64"),
+        ("fe80::1%eth0", "fe80::/64"),
+        ("10.0.0.1", None),
+        ("::ffff:10.0.0.1", None),
+        ("fd00::1", None),
+        ("", None),
+    ],
+)
+def test_the_address_that_a_connection_counts_for(peer: str, found: str | None) -> None:
+    assert ClientNames(read_networks(["10.0.0.0/8", "fd00::/8"])).find_counted(peer) == found
+
+
 @pytest.mark.parametrize("wrong", ["10.0.0.1/8", "proxy", 7])
 def test_wrong_networks(wrong: Any) -> None:
     with pytest.raises(ConfigError, match="trusted_proxies"):

@@ -37,6 +37,11 @@ class ClientNames:
         known = b"key " + key if key else b"address " + self.find_address(peer, headers).encode()
         return hashlib.blake2b(known, key=self._secret, digest_size=8).hexdigest()
 
+    def find_counted(self, peer: str) -> str | None:
+        """Find the address that a connection counts for; None where many clients share it, or it is none."""
+        found = _read_address(peer)
+        return None if found is None or any(found in each for each in self._proxies) else self.find_address(peer, [])
+
     def find_address(self, peer: str, headers: Sequence[tuple[bytes, bytes]]) -> str:
         """Find the last address on a request's way that is no trusted proxy's; of IPv6 the network of 64 bits."""
         found = _read_address(peer)

@@ -73,6 +73,7 @@ class DrainingServer(uvicorn.Server):
             self._make_connection,
             self._server.config.max_connections or default_connections(),
             self.config.ssl,
+            self._server.config.trusted_proxies,
         )
         self.acceptor.start()
 
