@@ -401,6 +401,42 @@ def test_a_message_is_shown_once_a_minute() -> None:
     ]  # fmt: skip
 
 
+async def break_down(scope: Any, receive: Any, send: Any) -> None:
+    """An app with two faults of one type, one of another, and one in a group of errors."""
+    if scope["path"] == "/key":
+        raise KeyError("one")
+    if scope["path"] == "/key/other":
+        raise KeyError("other")
+    error = ValueError("alone")
+    if scope["path"] == "/group":
+        raise BaseExceptionGroup("several", [OSError("grouped")])
+    raise error
+
+
+async def test_each_fault_of_an_app_is_shown_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:
+    """At b6e2a44b all faults were one message, and the second one was silent."""
+    pipe = Pipeline(MODEL, "PD", cache=CacheConfig(pools=POOLS))
+    server = ModelServer(pipe, ServerConfig())
+    async with asyncio.timeout(LIVENESS_S), listening(break_down, server) as (url, _):
+        for path in (b"/key", b"/key", b"/key/other", b"/value", b"/group", b"/value", b"/key/other", b"/group"):
+            client = await connect(int(url.rpartition(":")[2]))
+            await client.ask(HEALTH.replace(b"/health", path))
+            assert (await client.answer())[0] == 500
+            client.writer.close()
+    shown = [each.exc_info[1] for each in caplog.records if each.name == "uvicorn.error" and each.exc_info]
+    assert [repr(each) for each in shown[:3]] == ["KeyError('one')", "KeyError('other')", "ValueError('alone')"]
+    assert len(shown) == 4
+
+
+def test_messages_that_are_remembered_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The one that was shown first is forgotten first."""
+    monkeypatch.setattr(acceptor, "_MOST_MESSAGES", 3)
+    shown = OncePerMinute()
+    given = [("a", 0), ("b", 1), ("c", 2), ("a", 60), ("d", 61), ("c", 61.5), ("a", 61.5), ("b", 61.5)]
+    records = [logging.makeLogRecord({"msg": text, "created": at}) for text, at in given]
+    assert [shown.filter(each) for each in records] == [True, True, True, True, True, False, False, True]
+
+
 def test_some_descriptors_are_left_for_everything_else(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for files in (20, 96, 1024, 1 << 20, -1):

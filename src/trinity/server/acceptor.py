@@ -37,21 +37,38 @@ _RESERVED = 64  # descriptors for everything else: weights' files, instances, ch
 
 
 class OncePerMinute(logging.Filter):
-    """Lets each message of a logger pass once a minute: what clients cause at will must not fill a disk."""
+    """Lets each message of a logger pass once a minute: what clients cause at will must not fill a disk.
+
+    Records of one template are one message, and those with an error only if it has one type and was raised at one line.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self._shown: dict[object, float] = {}
+        self._shown: dict[object, float] = {}  # when, the longest ago first
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Tell whether a record is shown; those of one template are one message."""
-        last = self._shown.get(record.msg)
+        """Tell whether a record is shown."""
+        message = (record.msg, _locate(record.exc_info[1] if record.exc_info else None))
+        last = self._shown.get(message)
         if last is not None and record.created - last < REPEAT_S:
             return False
+        self._shown.pop(message, None)
         if len(self._shown) >= _MOST_MESSAGES:
-            self._shown.clear()
-        self._shown[record.msg] = record.created
+            del self._shown[next(iter(self._shown))]
+        self._shown[message] = record.created
         return True
+
+
+def _locate(error: BaseException | None) -> tuple[str, str, int] | None:
+    """Return an error's type, and the file and line that raised it; of a group those of its first error."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    if error is None:
+        return None
+    file, line, at = "", 0, error.__traceback__
+    while at is not None:
+        file, line, at = at.tb_frame.f_code.co_filename, at.tb_lineno, at.tb_next
+    return f"{type(error).__module__}.{type(error).__qualname__}", file, line
 
 
 logger.addFilter(OncePerMinute())
