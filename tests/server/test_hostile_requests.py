@@ -12,6 +12,7 @@ import pytest
 
 from support.http_server import chat_body, serve_model
 from trinity import errors
+from trinity.errors import ConfigError
 from trinity.server import ServerConfig, connection
 from trinity.server.connection import HeldBytes
 from trinity.server.error_table import ERROR_TABLE, ApiError, describe_failure
@@ -129,7 +130,7 @@ async def test_long_slow_and_many_bodies(monkeypatch: pytest.MonkeyPatch) -> Non
                 await asyncio.sleep(0.01)
         second = await served.http.post(CHAT, content=pieces(9), headers=JSON)
         go_on.set()
-        assert (second.status_code, (await first).status_code) == (503, 400), "more than bodies may hold together"
+        assert (second.status_code, (await first).status_code) == (429, 400), "more than one client's bodies may hold"
         monkeypatch.setattr(config, "body_timeout_s", 0.5)
         monkeypatch.setattr(connection, "LINGER_S", 60.0)  # a busy machine may send slowly
         slow = await served.http.post(CHAT, content=pieces(9, 0.1), headers=JSON)
@@ -144,14 +145,15 @@ async def test_long_bodies_leave_room_for_short_ones() -> None:
         yield b" " * size
         await go_on.wait()
 
-    async with serve_model(config=ServerConfig(max_held_bytes=14 << 20)) as served:
+    async with serve_model(config=ServerConfig(max_body_bytes=5 << 20, max_held_bytes=14 << 20)) as served:
         first = asyncio.create_task(served.http.post(CHAT, content=held(5 << 20), headers=JSON))
         async with asyncio.timeout(120):
             while served.server.held.held < 5 << 20:
                 await asyncio.sleep(0.01)
         long = await served.http.post(CHAT, content=b" " * (2 << 20), headers=JSON)
         short = await served.http.post(CHAT, json=chat_body(max_tokens=1))
-        assert (long.status_code, short.status_code) == (503, 200)
+        assert (long.status_code, short.status_code) == (429, 200)
+        assert long.json()["error"]["code"] == "too_many_bytes"
         go_on.set()
         assert (await first).status_code == 400, "it is no JSON"
 
@@ -174,6 +176,42 @@ def test_whatever_bodies_a_client_sends_there_is_room_for_another_s() -> None:
             held.give_back(1 << 20, client)
     assert not held.held
     assert not held._of
+
+
+PIECE = 64 << 10  # bytes: as a body arrives
+
+
+def take_body(held: HeldBytes, size: int, client: str) -> None:
+    """Take a body piece by piece. Raises ``ApiError`` as ``HeldBytes`` does; what was taken stays."""
+    for before in range(0, size, PIECE):
+        held.take(min(PIECE, size - before), before, client)
+
+
+@pytest.mark.parametrize("megabytes", [1, 2, 64, 72, 73, 128, 1024])
+def test_one_client_s_largest_body_fits_where_nothing_else_is_held(megabytes: int) -> None:
+    """At b6e2a44b a lone client was refused at 72 MiB with 503, each time, whatever --max-body-mb said beyond that."""
+    config = ServerConfig(max_body_bytes=megabytes << 20)
+    take_body(HeldBytes(config.max_held_bytes), config.max_body_bytes, "a")
+
+
+@pytest.mark.parametrize(("size", "least"), [(1 << 20, 2 << 20), (3 << 20, 8 << 20), (64 << 20, 178956971)])
+def test_a_bound_of_all_bodies_that_is_too_small_for_one_is_refused(size: int, least: int) -> None:
+    take_body(HeldBytes(ServerConfig(max_body_bytes=size, max_held_bytes=least).max_held_bytes), size, "a")
+    with pytest.raises(ConfigError, match=rf"max_held_bytes.*max_body_bytes.*at least {least}"):
+        ServerConfig(max_body_bytes=size, max_held_bytes=least - 1)
+
+
+def test_who_holds_the_bytes_tells_the_status() -> None:
+    """A balancer takes out a server for 503: not for what one client does while others would be served."""
+    held = HeldBytes(192 << 20)  # 144 MiB for long bodies
+    take_body(held, 40 << 20, "a")
+    with pytest.raises(ApiError, match="of them this client's") as own:
+        take_body(held, 60 << 20, "a")
+    assert (own.value.status, own.value.code) == (429, "too_many_bytes")
+    with pytest.raises(ApiError) as full:
+        take_body(held, 60 << 20, "b")
+    assert (full.value.status, full.value.code) == (503, "too_many_bytes")
+    assert full.value.headers["retry-after"] == own.value.headers["retry-after"] == "1"
 
 
 async def test_an_unknown_path_is_not_repeated_whole() -> None:

@@ -21,11 +21,10 @@ from trinity.memory.freed_memory import RELEASE_EVERY_S, release_at_times
 from trinity.server.body_values import MOST_VALUES, JsonBodies, TooManyValues
 from trinity.server.error_table import ApiError, describe_failure
 from trinity.server.request_traces import NO_TRACE
-from trinity.server.settings import ServerConfig
+from trinity.server.settings import SHORT_BODY, ServerConfig, find_room
 
 T = TypeVar("T")
 _PLAIN_ID = re.compile(rb"[\x21-\x7e]{1,128}")
-SHORT_BODY = 1 << 20  # bytes: a long chat, or a small picture
 BODY_GRACE_S = 10.0  # s for a body of any size, before its rate counts
 LEAST_BODY_RATE = 8 << 10  # bytes a second: a client that sends less is as good as none, and holds its connection
 LINGER_S = 1.0  # of a body that is refused
@@ -43,8 +42,8 @@ class ClientGone(Exception):
 class HeldBytes:
     """Bytes of the bodies of all requests that are being read or served; ``json`` parses them.
 
-    A quarter of them is for short bodies, so that long ones never keep out texts. A client has no more of them than it
-    leaves to others, so that whatever one sends, there is room for another's.
+    ``find_room`` says how many of them bodies of a size may have. A client has no more of them than it leaves to
+    others, so that whatever one sends, there is room for another's.
     """
 
     def __init__(self, most: int) -> None:
@@ -63,14 +62,19 @@ class HeldBytes:
                 await asyncio.sleep(0)
 
     def take(self, count: int, before: int, client: str) -> None:
-        """Take ``count`` bytes of a client's body that has ``before`` already. Raises ``ApiError`` beyond the bound."""
-        most = self.most if before + count <= SHORT_BODY else 3 * self.most // 4
-        if self.held + count + self._of[client] + count > most:
-            text = (
-                f"the requests being served have {self.held} bytes already, {self._of[client]} of them this client's; "
-                "try again later"
-            )
-            raise ApiError(503, "too_many_bytes", text, headers={"retry-after": "1"})
+        """Take ``count`` bytes of a client's body that has ``before`` already.
+
+        Raises ``ApiError`` beyond the bound: 429 if the body would fit but for the client's other ones, else 503.
+        """
+        size, held = before + count, self.held + count
+        most = find_room(self.most, size)
+        if held + self._of[client] + count > most:
+            said = f"the requests being served have {self.held} bytes already, {self._of[client]} of them this client's"
+            if held + size <= most:
+                status, advice = 429, "a client has no more than it leaves to others: wait for its requests to end"
+            else:
+                status, advice = 503, "try again later"
+            raise ApiError(status, "too_many_bytes", f"{said}; {advice}", headers={"retry-after": "1"})
         self.held += count
         self._of[client] += count
 
