@@ -23,7 +23,7 @@ _SIDE = 512  # pixels, of the square reference JPEG
 _REFERENCE_NS = 2.2 * _SIDE * _SIDE  # its decode, in nanoseconds of the machine that the tables were measured on
 _TRIES = 7  # decodes of the reference, of which the shortest counts
 _COPIES_BYTES = 12  # of a pixel: two of Pillow's images and an array, which processors have at a time
-_RESIZE_NS, _PIXEL_NS = 8.0, 30.0  # a pixel that a processor resizes, and one that it makes
+RESIZE_NS, _PIXEL_NS = 8.0, 30.0  # a pixel that a processor resizes, and one that it makes
 _ITEM_NS = 1.5e6  # what it does for each picture, however small
 
 
@@ -106,7 +106,7 @@ def time_reference() -> float:
 
 def price_processing(pixels: int, made_pixels: int, made_bytes: int) -> Price:
     """Price what a model's processor does with a picture of so many pixels: copies of it, and what it makes."""
-    nanoseconds = _ITEM_NS + _RESIZE_NS * pixels + _PIXEL_NS * made_pixels
+    nanoseconds = _ITEM_NS + RESIZE_NS * pixels + _PIXEL_NS * made_pixels
     return Price.of(nanoseconds, _COPIES_BYTES * pixels + made_bytes, made_bytes)
 
 

@@ -77,7 +77,7 @@ def _target(height: int, width: int, size: Sequence[int] | int) -> tuple[int, in
 def _natural_types(interpolation: InterpolationMode, device: str) -> tuple[torch.dtype, ...]:
     """List the types that torch resizes as they are; others go by way of float32."""
     floats = (torch.float32, torch.float64)
-    on_cpu = device == "cpu" and (interpolation is not InterpolationMode.BILINEAR or _has_quick_bytes())
+    on_cpu = device in ("cpu", "meta") and (interpolation is not InterpolationMode.BILINEAR or _has_quick_bytes())
     return (*floats, torch.uint8) if interpolation in _NEAREST or (on_cpu and interpolation in _SMOOTH) else floats
 
 

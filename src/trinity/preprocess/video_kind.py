@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -15,13 +15,16 @@ from trinity.errors.plain_values import is_address
 from trinity.preprocess.clips import Frames, check_size, plain_clip, price_clip, read_frames
 from trinity.preprocess.image_kind import reserved_tokens
 from trinity.preprocess.loader import VIDEO_TEXT, LoadedProcessor
-from trinity.preprocess.media_costs import Price
+from trinity.preprocess.media_costs import RESIZE_NS, Price
 from trinity.preprocess.media_kinds import MediaItem, MediaKind, ModelFiles, Placeholder
 from trinity.preprocess.media_limits import Estimate, MediaBudget, MediaLimits, MediaProblem
 from trinity.preprocess.processor_parts import NoVideo
 from trinity.preprocess.video_files import find_coded, read_file_bytes, read_video
 from trinity.preprocess.video_prices import price_frames
 from trinity.preprocess.video_processors import backend_name
+
+if TYPE_CHECKING:
+    from trinity.preprocess.shapes_alone import LargestArray
 
 _POSITIONS = ("video_grid_thw", "second_per_grid_ts")
 _ENCODED = (  # inputs of encoders; the rest is text, or says where in the text features are
@@ -34,6 +37,7 @@ _ENCODED = (  # inputs of encoders; the rest is text, or says where in the text 
 )
 _NOT_FOR_SAMPLES = ("input_data_format", "do_convert_rgb", "do_sample_frames", "device", "video_metadata")
 _BYTES = 2 * 12  # of a pixel of three channels of float32, as it is made and once more as the encoder gets it
+_CALL_NS, _MADE_NS = 3e6, 40.0  # on the machine of the price tables: a processor's call, and a pixel of floats it makes
 _SIDE, _FRAMES = 112, 4  # of synthetic clips, in pixels; and their frames
 
 
@@ -78,8 +82,14 @@ class VideoReader:
         shape = len(chosen), found.height, found.width, 3
         times = tuple(map(float, chosen))
         frames = Frames(np.broadcast_to(np.uint8(0), shape), found.fps or None, times, found.number, sampled=True)
-        made = self._estimate(frames).bytes
-        return price.plus(Price(0.0, made, made))
+        return price.plus(self._price_made(frames))
+
+    def _price_made(self, frames: Frames) -> Price:
+        """Price what the processor makes of frames, from their shape alone. Raises ``MediaProblem``."""
+        largest = self._watch_shapes(frames)
+        held = self._check_made(largest.numbers // 3).bytes
+        nanoseconds = _CALL_NS + RESIZE_NS * frames.pixels.size / 3 + _MADE_NS * largest.floats / 3
+        return Price.of(nanoseconds, held, held)
 
     def read_source(self, source: Any, among: int, budget: MediaBudget) -> MediaItem:
         frames = self._read_frames(source)
@@ -119,7 +129,9 @@ class VideoReader:
 
     def _estimate(self, frames: Frames) -> Estimate:
         """Compute what the processor will make of the frames from their shape alone. Raises ``MediaProblem``."""
-        pixels = self._largest_array(frames) // 3
+        return self._check_made(self._watch_shapes(frames).numbers // 3)
+
+    def _check_made(self, pixels: int) -> Estimate:
         most = self._limits.max_video_pixels
         if pixels > most:
             raise MediaProblem(
@@ -128,19 +140,20 @@ class VideoReader:
             )
         return Estimate(0, pixels * _BYTES)
 
-    def _largest_array(self, frames: Frames) -> int:
-        """Run the processor on arrays that have a shape and no content, and find the most numbers of one."""
+    def _watch_shapes(self, frames: Frames) -> LargestArray:
+        """Run the processor on arrays that have a shape and no content, and find the largest."""
         import torch
 
         from trinity.preprocess.shapes_alone import LargestArray
 
-        with LargestArray() as largest:
+        largest = LargestArray()
+        with largest:
             try:
                 self._call(torch.empty(frames.pixels.shape, dtype=torch.uint8, device="meta"), frames)
             except Exception as exc:
                 if largest.numbers == 0:
                     raise MediaProblem(_refusal(exc, frames)) from exc
-        return int(largest.numbers)
+        return largest
 
     def _call(self, pixels: Any, frames: Frames) -> Any:
         """Run the video processor alone."""
