@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 from PIL import Image, ImageCms
@@ -25,6 +26,7 @@ from support.costly_media import encode, photograph
 from support.video_files import VIDEO_CODECS, encode_video
 from trinity.preprocess import media_costs
 from trinity.preprocess.audio import price_sound, read_audio
+from trinity.preprocess.clips import Clip
 from trinity.preprocess.media import price_picture, read_image
 from trinity.preprocess.media_costs import Price
 from trinity.preprocess.media_limits import MediaBudget, MediaLimits
@@ -41,15 +43,16 @@ RATE = 16_000
 
 
 class Sample(NamedTuple):
-    """A file, what reads it, its price, and whether it is an ordinary one: no noise, and nothing made by hand."""
+    """A source, what reads it, its price, and whether it is an ordinary one: no noise, and nothing made by hand."""
 
-    data: bytes
-    read: Callable[[bytes], Any]
+    data: Any
+    read: Callable[[Any], Any]
     price: Price
     ordinary: bool
 
     def __repr__(self) -> str:
-        return f"Sample of {len(self.data)} bytes, {self.price}"
+        size = f" of {len(self.data)} bytes" if isinstance(self.data, bytes) else ""
+        return f"Sample{size}, {self.price}"
 
 
 def draw_image(draw: st.DrawFn, sides: st.SearchStrategy[int]) -> tuple[Image.Image, bool]:
@@ -179,7 +182,7 @@ def video_reader(side: int) -> SteppedReader:
     return SteppedReader(loaded, LIMITS)
 
 
-def of_video(data: bytes, ordinary: bool, side: int = 384, step: int = 1) -> Sample:
+def of_video(data: Any, ordinary: bool, side: int = 384, step: int = 1) -> Sample:
     reader = video_reader(side)
     reader.step = step
     read = lambda given: reader.read_source(given, 1, MediaBudget(LIMITS, 1 << 30))  # noqa: E731
@@ -202,7 +205,7 @@ def videos(draw: st.DrawFn) -> Sample:
     return of_video(data, known, draw(st.sampled_from([0, 56, 384])), step)
 
 
-def _peak_bytes(read: Callable[[bytes], Any], data: bytes) -> int:
+def _peak_bytes(read: Callable[[Any], Any], data: Any) -> int:
     """Measure by how much the resident memory of this process grows at most."""
     Path("/proc/self/clear_refs").write_text("5")  # forgets the former peak
     before = _status("VmRSS")
@@ -290,6 +293,21 @@ def test_a_video_of_which_a_processor_makes_much_more_than_it_shows() -> None:
     """At 24e21f4e a clip of five seconds took four to ten times what was predicted for it."""
     pytest.importorskip("av")
     check_sample(of_video(encode_video("libx264", "mp4", 150, 320, 240), True))
+
+
+@pytest.mark.parametrize("kind", ["array", "tensor", "images", "files"])
+@pytest.mark.parametrize("side", [56, 384])
+def test_clips_in_memory(kind: str, side: int) -> None:
+    """At 24e21f4e an array had the price of its bytes, and none of what a processor makes of them."""
+    pictures = [photograph(320, 240).rotate(each) for each in range(60)]
+    array = np.stack([np.asarray(picture) for picture in pictures])
+    frames: dict[str, Callable[[], Any]] = {
+        "array": lambda: array,
+        "tensor": lambda: torch.from_numpy(array).permute(0, 3, 1, 2),
+        "images": lambda: pictures,
+        "files": lambda: [Image.open(io.BytesIO(encode(picture, "JPEG"))) for picture in pictures],
+    }
+    check_sample(of_video(Clip(frames[kind](), fps=30.0), True, side))
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import json
 import os
 import resource
 import shutil
@@ -19,13 +20,14 @@ import pytest
 from PIL import Image
 
 from support.checkpoint_files import checkpoint
-from trinity.errors import RequestError
+from trinity.errors import BadMedia, RequestError
 from trinity.preprocess import media_costs, worker
+from trinity.preprocess.clips import Clip
 from trinity.preprocess.media_costs import MediaCost
 from trinity.preprocess.media_limits import MediaLimits
 from trinity.preprocess.processor import RequestProcessor
 from trinity.preprocess.worker_processes import KillableProcessor, WorkerProcess
-from trinity.request import Request
+from trinity.request import Media, Request
 
 pytestmark = pytest.mark.usefixtures("forked_workers")
 
@@ -134,6 +136,35 @@ async def test_more_memory_than_was_predicted_fails_its_own_request(monkeypatch:
                 await made.aprocess(Request("<image>", images=[file.getvalue()], request_id="mine"))
             assert (await made.aprocess(Request("<image>", images=[small], request_id="good"))).work.media
             assert made.room.taken == 0
+
+
+@pytest.mark.usefixtures("no_free_memory")
+async def test_a_clip_has_memory_for_what_becomes_of_its_frames(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At 24e21f4e it was refused as a medium that the model's processor refuses: torch names no ``MemoryError``."""
+    predicted = RequestProcessor._sum_cost
+
+    def price(made: RequestProcessor, name: str, media: Any, at_once: int) -> MediaCost:
+        return MediaCost(9.0, 1 << 20) if name == "mine" else predicted(made, name, media, at_once)
+
+    monkeypatch.setattr(RequestProcessor, "_sum_cost", price)
+    monkeypatch.setattr(worker, "OWN_BYTES", 64 << 20)
+    shutil.copytree(checkpoint("llava_onevision"), tmp_path / "m")
+    changed = {
+        "video_preprocessor_config.json": {"size": {"height": 384, "width": 384}},
+        "config.json": {"max_position_embeddings": 1 << 17},
+    }
+    for name, values in changed.items():
+        whole = json.loads((tmp_path / "m" / name).read_text())
+        whole.get("text_config", whole).update(values)
+        (tmp_path / "m" / name).write_text(json.dumps(whole))
+    shown = [Media("video", Clip(np.zeros((40, 48, 64, 3), np.uint8), 30.0))]
+    async with killable(tmp_path / "m") as made:
+        assert (await made.aprocess(Request("<video>", media=shown))).work.media
+        with pytest.raises(RequestError, match=r"more memory than .* was predicted for its media") as caught:
+            await made.aprocess(Request("<video>", media=shown, request_id="mine"))
+        assert not isinstance(caught.value, BadMedia)
 
 
 @pytest.mark.usefixtures("no_free_memory")

@@ -73,6 +73,10 @@ def read_frames(source: Any, limits: MediaLimits, transparency: Transparency = "
         pixels = _stack(frames, limits, transparency)
     else:
         pixels = _from_array(frames, limits)
+    return _with_times(pixels, clip)
+
+
+def _with_times(pixels: np.ndarray, clip: Clip) -> Frames:
     fps, times = _rate(clip.fps), _times(clip.timestamps, len(pixels))
     if times is None:
         return Frames(pixels, fps)
@@ -123,28 +127,37 @@ def read_picture(frame: Any, limits: MediaLimits, check: Any, transparency: Tran
 
     from trinity.preprocess.media import read_image
 
-    if isinstance(frame, (str, bytes)):
-        raise MediaProblem(f"has a frame that is a {type(frame).__name__}; {_GIVEN}")
+    _check_frame(frame)
     picture = read_image(frame, limits, check, transparency)
     if not isinstance(picture, Image.Image):
         raise MediaProblem(f"has frames of {picture.dtype}; {_GIVEN}")
     return np.asarray(picture)
 
 
-def _from_array(array: Any, limits: MediaLimits) -> np.ndarray:
-    """Make an array or tensor bytes [frames, height, width, 3]; its shape is looked at before a number of it is."""
+def _check_frame(frame: Any) -> None:
+    if isinstance(frame, (str, bytes)):
+        raise MediaProblem(f"has a frame that is a {type(frame).__name__}; {_GIVEN}")
+
+
+def _check_array(array: Any, limits: MediaLimits) -> tuple[int, int, int]:
+    """Return frames, height and width of an array or tensor. Raises ``MediaProblem`` for what is no clip."""
     shape = tuple(getattr(array, "shape", ()))
     if len(shape) != 4 or 3 not in (shape[1], shape[3]):
         raise MediaProblem(
             f"is a {type(array).__name__}" + (f" of shape {list(shape)}" if shape else "") + f"; {_GIVEN}"
         )
-    first = shape[3] != 3
-    height, width = (shape[2], shape[3]) if first else (shape[1], shape[2])
+    height, width = shape[2:] if shape[3] != 3 else shape[1:3]
     check_size(shape[0], height, width, limits)
     if "uint8" not in str(getattr(array, "dtype", "")):
         raise MediaProblem(f"is an array of {getattr(array, 'dtype', '?')}; {_GIVEN}")
+    return shape[0], height, width
+
+
+def _from_array(array: Any, limits: MediaLimits) -> np.ndarray:
+    """Make an array or tensor bytes [frames, height, width, 3]; its shape is looked at before a number of it is."""
+    _check_array(array, limits)
     plain = np.asarray(array.detach().cpu() if hasattr(array, "detach") else array)
-    return np.ascontiguousarray(np.moveaxis(plain, 1, 3) if first else plain)
+    return np.ascontiguousarray(np.moveaxis(plain, 1, 3) if plain.shape[3] != 3 else plain)
 
 
 def _rate(fps: Any) -> float | None:
@@ -173,19 +186,30 @@ def _mean_rate(times: Sequence[float]) -> float:
     return (len(times) - 1) / span if span > 0 else 1.0
 
 
-def price_clip(source: Any, limits: MediaLimits) -> Price:
-    """Price a clip from memory, of whose images some may not be decoded yet. Raises ``MediaProblem``."""
+def price_clip(source: Any, limits: MediaLimits) -> tuple[Price, Frames]:
+    """Price reading a clip from memory, of whose images some may not be decoded yet. Raises ``MediaProblem``.
+
+    Returns its frames too, which have their shape and times, and no content.
+    """
     from trinity.preprocess.media import price_picture
 
-    frames = source.frames if isinstance(source, Clip) else source
-    if not isinstance(frames, (list, tuple)):
-        shape = tuple(getattr(frames, "shape", ()))
-        return Price(0.0, 0, math.prod(shape) if len(shape) == 4 else 0)
-    _check_count(len(frames), limits)
-    priced = [price_picture(frame, limits) for frame in frames if not isinstance(frame, (str, bytes))]
-    kept = sum(3 * each.width * each.height for each in priced)
-    units, passing = sum(each.price.units for each in priced), max((each.price.passing for each in priced), default=0)
-    return Price(units, passing + kept, kept, f"is a clip of {len(frames)} images", "give fewer or smaller ones")
+    clip = source if isinstance(source, Clip) else Clip(source)
+    frames = clip.frames
+    if isinstance(frames, (list, tuple)):
+        _check_count(len(frames), limits)
+        for frame in frames:
+            _check_frame(frame)
+        priced = [price_picture(frame, limits) for frame in frames]
+        kept = sum(3 * each.width * each.height for each in priced)
+        units, passing = sum(each.price.units for each in priced), max(each.price.passing for each in priced)
+        what, instead = f"is a clip of {len(frames)} images", "give fewer or smaller ones"
+        price = Price(units, passing + kept, kept, what, instead)
+        shape = len(frames), priced[0].height, priced[0].width
+        check_size(*shape, limits)
+    else:
+        shape = _check_array(frames, limits)
+        price = Price(0.0, 0, 3 * math.prod(shape), f"is a clip of {shape[0]} frames of {shape[2]} x {shape[1]} pixels")
+    return price, _with_times(np.broadcast_to(np.uint8(0), (*shape, 3)), clip)
 
 
 def plain_clip(source: Any, limits: MediaLimits, transparency: Transparency = "white") -> Clip:

@@ -59,7 +59,10 @@ class VideoReader:
         if isinstance(source, MediaProblem):  # found by the process that sent the request
             raise source
         try:
-            return self._price_file(source) if _is_file(source) else price_clip(source, self._limits)
+            if _is_file(source):
+                return self._price_file(source)
+            price, frames = price_clip(source, self._limits)
+            return price.plus(self._price_made(frames))
         except MediaProblem:
             raise
         except Exception as exc:  # an object of somebody's own may raise anything
@@ -88,7 +91,7 @@ class VideoReader:
         """Price what the processor makes of frames, from their shape alone. Raises ``MediaProblem``."""
         largest = self._watch_shapes(frames)
         held = self._check_made(largest.numbers // 3).bytes
-        nanoseconds = _CALL_NS + RESIZE_NS * frames.pixels.size / 3 + _MADE_NS * largest.floats / 3
+        nanoseconds = _CALL_NS + RESIZE_NS * largest.numbers / 3 + _MADE_NS * largest.floats / 3
         return Price.of(nanoseconds, held, held)
 
     def read_source(self, source: Any, among: int, budget: MediaBudget) -> MediaItem:
@@ -146,10 +149,10 @@ class VideoReader:
 
         from trinity.preprocess.shapes_alone import LargestArray
 
-        largest = LargestArray()
+        largest, pixels = LargestArray(), torch.empty(frames.pixels.shape, dtype=torch.uint8, device="meta")
         with largest:
             try:
-                self._call(torch.empty(frames.pixels.shape, dtype=torch.uint8, device="meta"), frames)
+                self._call(pixels, frames)
             except Exception as exc:
                 if largest.numbers == 0:
                     raise MediaProblem(_refusal(exc, frames)) from exc

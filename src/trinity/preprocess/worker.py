@@ -346,6 +346,8 @@ def _refuse(error: BaseException, limits: MediaLimits, name: str) -> WorkerAnswe
 
 def _lacks_memory(error: BaseException | None) -> bool:
     while error is not None and not isinstance(error, MemoryError):
+        if isinstance(error, RuntimeError) and "can't allocate memory" in str(error):  # torch's
+            return True
         error = error.__cause__ or error.__context__
     return error is not None
 
