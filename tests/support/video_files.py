@@ -153,6 +153,30 @@ def av1_of_hidden_frames(count: int, width: int, height: int, times: int) -> byt
     return file.getvalue()
 
 
+def vp8_of_hidden_frames(count: int, side: int) -> bytes:
+    """Encode two frames of 16 x 16 pixels, and between them so many of larger sides that are not shown."""
+    import av
+
+    def encode(sides: int, number: int) -> list[bytes]:
+        codec: Any = av.CodecContext.create("libvpx", "w")
+        codec.width, codec.height, codec.pix_fmt, codec.time_base = sides, sides, "yuv420p", Fraction(1, 25)
+        codec.options = {"lag-in-frames": "0", **_OPTIONS["libvpx"]}
+        grey = [av.VideoFrame.from_ndarray(np.full((sides, sides, 3), 128, np.uint8), format="rgb24")] * number
+        return [bytes(packet) for frame in [*grey, None] for packet in codec.encode(frame)]
+
+    small, (key, other) = encode(16, 1), encode(side, 2)
+    hidden = [bytes((each[0] & ~16,)) + each[1:] for each in (key, *[other] * (count - 1))]
+    file = io.BytesIO()
+    with av.open(file, "w", format="matroska") as output:
+        stream: Any = output.add_stream("libvpx", rate=25)
+        stream.width, stream.height, stream.pix_fmt = 16, 16, "yuv420p"
+        for number, data in enumerate([*small, *hidden, *small]):
+            packet = av.Packet(data)
+            packet.stream, packet.pts, packet.dts, packet.time_base = stream, number, number, Fraction(1, 25)
+            output.mux(packet)
+    return file.getvalue()
+
+
 def video_of_tags(kind: str, count: int) -> bytes:
     """Encode a video of four frames with so many tags: "Matroska", "chapters", "cues", "MP4", "AVI", "FLV"."""
     forms = {"MP4": ("mp4", "mpeg4"), "AVI": ("avi", "mpeg4"), "FLV": ("flv", "flv")}

@@ -27,6 +27,8 @@ from trinity.preprocess.video_prices import CODECS, CodedFrames, count_packets, 
 
 _AV1, _UNITS = ("av1", "libdav1d"), 4  # names of the codec, and units of a packet
 _BYTES = "max_video_bytes"
+_MARGIN = 64  # pixels each way, by which coded frames may be larger than what is shown of them
+_SHOW_ALL = ("mpeg4", "flv")  # they show each frame that they decode, and need buffers of more pixels than it
 _CONTAINERS = "avi,flv,matroska,mov,mpeg,mpegts,ogg"  # none of them reads other files
 _PROBED = {"probesize": str(8 << 20), "analyzeduration": "5000000"}  # bytes and microseconds that tell what a file is
 _FRAME_EXIF = re.compile(rb"(\xff\xe1..)Exif", re.DOTALL)
@@ -131,7 +133,10 @@ def _find_stream(container: Any, limits: MediaLimits, decodes: bool) -> Any:
     if decodes or codec.height * codec.width:  # some sizes only a frame tells
         check_size(1, codec.height, codec.width, limits)
     stream.thread_type, codec.thread_count = "NONE", 1  # a frame at a time, on this thread
-    codec.options = {**codec.options, "max_pixels": str(limits.max_pixels)}  # also of frames that grow on the way
+    most = limits.max_pixels  # also of frames that grow on the way, and of those that are not shown
+    if codec.height * codec.width and codec.name not in _SHOW_ALL:
+        most = min(most, (codec.height + _MARGIN) * (codec.width + _MARGIN))
+    codec.options = {**codec.options, "max_pixels": str(most)}
     return stream
 
 
