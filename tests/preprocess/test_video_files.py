@@ -152,6 +152,14 @@ def test_frames_of_av1_that_are_not_shown_are_priced(monkeypatch: pytest.MonkeyP
     assert price_frames(repeated, 0).units > 20 * price_frames(plain, 0).units
 
 
+@pytest.mark.parametrize("container", ["flv", "mpegts"])
+def test_a_stream_without_a_rate_in_its_structure_is_sampled(container: str) -> None:
+    """At 24e21f4e a processor that samples by frames a second refused it, as no rate was known before it was read."""
+    data = encode_video("libx264", container, 40, 64, 64)
+    made = RequestProcessor(checkpoint("smolvlm")).process(Request("<video>", media=[Media("video", data)]))
+    assert made.work.media
+
+
 def test_larger_frames_that_are_not_shown_are_refused() -> None:
     """At 24e21f4e a file of 90 KB took 5.4 s, of which 36 ms were predicted: its frames of 4096 x 4096 show nothing."""
     data = vp8_of_hidden_frames(6, 256)

@@ -74,7 +74,7 @@ VIDEO_CODECS: tuple[tuple[str, str], ...] = (
     ("libx264", "mp4"), ("libx264", "matroska"), ("libx264", "flv"), ("libx265", "mp4"), ("libvpx", "webm"),
     ("libvpx-vp9", "webm"), ("libsvtav1", "mp4"), ("mpeg4", "avi"), ("mpeg4", "mov"), ("mpeg2video", "mpeg"),
     ("mpeg2video", "mpegts"), ("mpeg1video", "mpeg"), ("mjpeg", "avi"), ("mjpeg", "mov"), ("ffv1", "matroska"),
-    ("prores", "mov"), ("flv", "flv"),
+    ("prores", "mov"), ("flv", "flv"), ("libx264", "mpegts"), ("libx265", "mpegts"), ("libx264", "mpeg"),
 )  # fmt: skip
 """FFmpeg's encoders and containers."""
 

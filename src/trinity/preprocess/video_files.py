@@ -27,6 +27,7 @@ from trinity.preprocess.video_prices import CODECS, CodedFrames, count_packets, 
 
 _AV1, _UNITS = ("av1", "libdav1d"), 4  # names of the codec, and units of a packet
 _BYTES = "max_video_bytes"
+_UNKNOWN = (1920, 1080)  # pixels, of frames that say their size only as they are decoded
 _MARGIN = 64  # pixels each way, by which coded frames may be larger than what is shown of them
 _SHOW_ALL = ("mpeg4", "flv")  # they show each frame that they decode, and need buffers of more pixels than it
 _CONTAINERS = "avi,flv,matroska,mov,mpeg,mpegts,ogg"  # none of them reads other files
@@ -46,7 +47,7 @@ def read_video(source: Any, limits: MediaLimits, choose: Choose) -> Frames:
     data = _hide_exif(read_file_bytes(source, limits))
     if not data:
         raise MediaProblem("is empty (0 bytes)")
-    av, found = _load(), find_coded(data, limits)
+    av, found = _load(), _walk_file(data, limits)
     with _opened(av, data, limits, decodes=False) as (container, stream):
         found = _count_frames(container, stream, data, found.scans)
         check_price(price_frames(found, 0), limits)
@@ -57,7 +58,24 @@ def read_video(source: Any, limits: MediaLimits, choose: Choose) -> Frames:
 
 
 def find_coded(data: bytes, limits: MediaLimits) -> CodedFrames:
-    """Find the frames of a file by its structure. Raises ``MediaProblem``, for too large or expensive ones too."""
+    """Find the frames of a file by its structure. Raises ``MediaProblem``, for too large or expensive ones too.
+
+    Where the structure has no size or no rate, FFmpeg finds them, and counts the frames, without decoding one.
+    """
+    found = _walk_file(data, limits)
+    if found.width * found.height and found.fps:
+        return found
+    data = _hide_exif(data)
+    with _opened(_load(), data, limits, decodes=False) as (container, stream):
+        counted = _count_frames(container, stream, data, found.scans)
+        counted = counted._replace(fps=_find_rate(stream) or 0.0)
+    sides = next(each for each in (counted[1:3], found[1:3], _UNKNOWN) if min(each))
+    counted = counted._replace(width=sides[0], height=sides[1])
+    check_price(price_frames(counted, 0), limits)
+    return counted
+
+
+def _walk_file(data: bytes, limits: MediaLimits) -> CodedFrames:
     found = find_frames(data)
     if found.width * found.height:
         check_size(1, found.height, found.width, limits)
@@ -158,9 +176,13 @@ def _count_frames(container: Any, stream: Any, data: bytes, scans: int) -> Coded
     return CodedFrames(codec.name, codec.width, codec.height, count, coded, number, scans, hidden=hidden)
 
 
-def _read_stream(container: Any, stream: Any, total: int, limits: MediaLimits, choose: Choose) -> Frames:
+def _find_rate(stream: Any) -> float | None:
     rate = stream.average_rate or stream.guessed_rate
-    fps = float(rate) if rate else None
+    return float(rate) if rate else None
+
+
+def _read_stream(container: Any, stream: Any, total: int, limits: MediaLimits, choose: Choose) -> Frames:
+    fps = _find_rate(stream)
     seconds = total / fps if fps else 0.0
     if seconds > limits.max_video_seconds:
         raise MediaProblem(f"is {seconds:.1f} s long; the limit max_video_seconds is {limits.max_video_seconds:g}")

@@ -1,8 +1,8 @@
 """Prices of video files: the table of codecs, and walks over containers that count frames and bytes.
 
 A walk reads sizes and skips content, so that it costs what a file has of parts. It is a prediction: streams that name
-no size in pixels before their frames count as full HD, and FFmpeg may find more frames than the walk. ``video_files``
-prices a file again from FFmpeg's own count of its packets, before a frame is decoded.
+no size in pixels before their frames have none, and FFmpeg may find more frames than the walk. ``video_files`` prices
+a file again from FFmpeg's own size and count of its packets, before a frame is decoded.
 """
 
 from __future__ import annotations
@@ -43,7 +43,6 @@ _SHOWN_NS = 3.0  # a pixel of a frame that is kept, made RGB and stacked
 _PROBED = 2  # times that FFmpeg reads and decodes the first frames to find out what they are
 _PROBED_FRAMES = 4
 _HELD_FRAMES = 20  # of references and of frames that wait for their turn, at 3 bytes a pixel
-_UNKNOWN = (1920, 1080)
 _FOURCC = {
     b"avc1": "h264", b"avc3": "h264", b"h264": "h264", b"H264": "h264", b"X264": "h264", b"hev1": "hevc",
     b"hvc1": "hevc", b"HEVC": "hevc", b"av01": "av1", b"vp08": "vp8", b"vp09": "vp9", b"VP80": "vp8", b"VP90": "vp9",
@@ -280,10 +279,10 @@ _STARTS = {  # beginnings of pictures, by codec
 
 
 def _walk_stream(data: bytes, _parts: Parts) -> CodedFrames:
-    """Count beginnings of pictures in a stream of packets that has no table; its size in pixels is that of full HD."""
+    """Count beginnings of pictures in a stream of packets that has no table."""
     counts = {codec: data.count(start) for codec, start in _STARTS.items()}
     codec = max(counts, key=lambda each: counts[each])
-    width, height = _UNKNOWN
+    width = height = 0
     at = data.find(b"\0\0\1\xb3")
     if codec == "mpeg2video" and 0 <= at < len(data) - 8:
         sides = int.from_bytes(data[at + 4 : at + 7], "big")
@@ -300,7 +299,7 @@ def _walk_flv(data: bytes, parts: Parts) -> CodedFrames:
             codec = "flv" if data[at + 11] & 15 == 2 else "h264"
         at += 15 + size
     sides = [data.find(b"\0" + bytes((len(name),)) + name + b"\0", 0, 1 << 16) for name in (b"width", b"height")]
-    width, height = _UNKNOWN
+    width = height = 0
     if min(sides) >= 0:  # numbers of the script in front
         width, height = (
             int(struct.unpack_from(">d", data, at + skip)[0]) for at, skip in zip(sides, (8, 9), strict=True)
