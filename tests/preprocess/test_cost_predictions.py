@@ -249,22 +249,22 @@ def test_images_that_are_made_to_be_expensive(sample: Sample) -> None:
 
 
 FROM_OUTSIDE: dict[str, Callable[[], bytes]] = {
-    "PNG whose EXIF has ratios": lambda: encode(Image.new("L", (64, 64)), "PNG", exif=made.exif_of_ratios(50_000)),
-    "WebP whose EXIF has ratios": lambda: encode(Image.new("RGB", (64, 64)), "WEBP", exif=made.exif_of_ratios(50_000)),
+    "PNG whose EXIF has ratios": lambda: encode(Image.new("L", (64, 64)), "PNG", exif=made.exif_of_ratios(20_000)),
+    "WebP whose EXIF has ratios": lambda: encode(Image.new("RGB", (64, 64)), "WEBP", exif=made.exif_of_ratios(20_000)),
     "TIFF with a profile of elements": lambda: encode(
         Image.new("RGB", (64, 64)), "TIFF", icc_profile=made.profile_of_elements(1000)
     ),
     "PNG of empty blocks": lambda: made.png_of_empty_blocks(20_000),
-    "PNG of empty blocks in a chunk DDAT": lambda: made.png_of_empty_blocks(40_000, b"DDAT"),
-    "PNG of empty blocks in a chunk fdAT": lambda: made.png_of_empty_blocks(40_000, b"fdAT"),
+    "PNG of empty blocks in a chunk DDAT": lambda: made.png_of_empty_blocks(20_000, b"DDAT"),
+    "PNG of empty blocks in a chunk fdAT": lambda: made.png_of_empty_blocks(20_000, b"fdAT"),
     "PNG whose EXIF is a text": lambda: made.png(
-        64, 64, extra=made.chunk(b"tEXt", b"exif\0" + made.exif_of_one_tag(200_000))
+        64, 64, extra=made.chunk(b"tEXt", b"exif\0" + made.exif_of_one_tag(40_000))
     ),
-    "TIFF whose EXIF has ratios": lambda: made.tiff_of_exif(200_000),
-    "JPEG whose EXIF lies in many segments": lambda: made.jpeg_of_joined_exif(40),
+    "TIFF whose EXIF has ratios": lambda: made.tiff_of_exif(40_000),
+    "JPEG whose EXIF lies in many segments": lambda: made.jpeg_of_joined_exif(10),
     "JPEG of many ratios of further pictures": lambda: made.jpeg_of_further_pictures(8000),
     "BMP of short rows": lambda: made.bmp_of_short_rows(1500, 1500),
-    "GIF of clear codes": lambda: made.gif_of_clear_codes(3_000_000),
+    "GIF of clear codes": lambda: made.gif_of_clear_codes(1_500_000),
     "TIFF of shared scans": lambda: made.tiff_of_shared_scans(6, 80),
 }
 

@@ -185,7 +185,7 @@ def load_copy(directory: Path, dtype: str) -> Any:
 
 def test_weights_are_back_after_a_forward_that_fails(tmp_path: Path) -> None:
     model = load_model(build(tmp_path, "olmo"), "PD", dtype="bfloat16").language
-    with pytest.raises(TypeError, match="must be Tensor"), in_float32(model), torch.inference_mode():
+    with pytest.raises((TypeError, AttributeError)), in_float32(model), torch.inference_mode():  # by its kernel
         model.model.layers[0].mlp.up_proj("no tensor")
     assert {each.dtype for each in model.parameters()} == {torch.bfloat16}
 
