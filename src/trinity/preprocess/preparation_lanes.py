@@ -287,6 +287,8 @@ class LaneVisit:
             if self.lane.queue.closed and task is not None and not task.cancelling():  # dropped by close()
                 raise ClosedError(_CLOSED) from None
             raise
+        finally:
+            del future  # its error holds this frame, which would hold it in turn, and a body of 60 MB for minutes
 
     def _end_one(self, _: Future[Any] | None = None) -> None:
         with self._lock:
