@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
 
+from support.http_server import chat_body, serve_model
 from trinity.errors import RequestError
-from trinity.request import Request
-from trinity.server import fields, read_chat_body
+from trinity.request import Request, Sampling, check_sampling
+from trinity.server import fields, read_chat_body, reply_loop
+from trinity.server.chat_reply import ChatReply
 from trinity.server.fields import complete_request, read_completion_call
+from trinity.server.responses_fields import read_response_call
 from trinity.server.structured_fields import read_form, read_text_format
 from trinity.server.token_texts import LEAST_LOGPROB, TokenTexts
 from trinity.server.tool_choice import ANY_TOOL, read_tools
@@ -156,6 +160,7 @@ def test_zeros_before_a_token_id_do_not_make_another(name: str, token: int) -> N
 TOO_MUCH: dict[str, tuple[dict[str, Any], str]] = {
     "choices": ({"guided_choice": ["a" * 100] * 200}, "guided_choice has more than 16384 characters"),
     "biases": ({"logit_bias": {str(each): 1.0 for each in range(1025)}}, "logit_bias has 1025 token ids; 1024 are"),
+    "the name of a bias": ({"logit_bias": {"0" * 2000: 1.0}}, "logit_bias has '0+' for a token id"),
     "tools": ({"tools": [CLOCK] * 4097}, "tools has 4097 items; 4096 are allowed"),
     "a name": ({"tools": [CLOCK], "tool_choice": {"name": []}}, "name one of the tools, got {'name': \\[\\]}"),
     "a long name": (
@@ -171,3 +176,46 @@ def test_what_is_too_much_is_refused_before_anything_is_made_of_it(name: str) ->
     body, message = TOO_MUCH[name]
     with pytest.raises(RequestError, match=message):
         read_chat_body({"messages": [], **body})
+
+
+@pytest.mark.parametrize(
+    "metadata", [{"a": "x" * 513}, {"x" * 65: "a"}, {"a": 1}, {str(each): "a" for each in range(17)}]
+)
+def test_what_a_response_repeats_is_bounded(metadata: dict[str, Any]) -> None:
+    """At c83aff7b a response of 60 MB of metadata was written three times on the loop, for 1.4 s."""
+    body = {"input": "a", "metadata": {str(each): "x" * 512 for each in range(16)}}
+    assert read_response_call(body)[1].metadata == body["metadata"]
+    with pytest.raises(RequestError, match="metadata must have at most 16 texts of at most 512 characters"):
+        read_response_call({**body, "metadata": metadata})
+
+
+def test_a_type_that_is_none_is_not_written_out_whole() -> None:
+    with pytest.raises(RequestError, match=r"an input item of type \['x{40}.*\.\.\. \(list\) is not served here"):
+        read_response_call({"input": [{"type": ["x" * 9999]}]})
+
+
+def test_stop_strings_are_bounded_together() -> None:
+    """At c83aff7b a stream with 4,096 long ones held the loop for seconds: each token is compared with all of them."""
+    check_sampling(Sampling(stop=("x" * 1024,) * 16))
+    with pytest.raises(RequestError, match="stop has more than 16384 characters in all"):
+        check_sampling(Sampling(stop=("x" * 1024,) * 17))
+
+
+async def test_an_answer_of_many_likely_tokens_is_written_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At c83aff7b one of 146 MB held the loop for 4 s."""
+    seen, whole = list[threading.Thread](), ChatReply.whole
+
+    def write(self: ChatReply, *given: Any) -> bytes:
+        seen.append(threading.current_thread())
+        return whole(self, *given)
+
+    monkeypatch.setattr(ChatReply, "whole", write)
+    body = chat_body(max_tokens=8, temperature=0, ignore_eos=True, logprobs=True, top_logprobs=5)
+    async with serve_model() as served:
+        answers = []
+        for most in (1000, 10):
+            monkeypatch.setattr(reply_loop, "MOST_DESCRIBED", most)
+            answers.append((await served.http.post("/v1/chat/completions", json=body)).json()["choices"])
+    assert answers[0][0]["message"] == answers[1][0]["message"]
+    assert [len(each[0]["logprobs"]["content"]) for each in answers] == [8, 8]
+    assert [each is threading.main_thread() for each in seen] == [True, False]

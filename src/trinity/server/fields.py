@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from trinity.errors import RequestError
-from trinity.errors.sampling_values import MOST_BIASED
+from trinity.errors.sampling_values import MOST_BIASED, MOST_NAMED
 from trinity.request import Request, Sampling, Structured
 from trinity.server.structured_fields import Form, read_form
 from trinity.server.tool_choice import ToolChoice, read_tools
@@ -267,7 +267,7 @@ def make_sampling(asked: SamplingFields, logprobs: int | None, form: Form | None
 
 
 def _token_id(name: str) -> int:
-    if not name.isascii() or not name.isdigit():
+    if len(name) > MOST_NAMED or not name.isascii() or not name.isdigit():
         raise RequestError(f"logit_bias has {name[:20]!r} for a token id; give whole numbers")
     return int(name.lstrip("0")[:20] or "0")
 

@@ -19,6 +19,7 @@ from trinity.server.fields import ParsedCall
 
 T = TypeVar("T")
 SERVED_ENDS = ("stop", "length")
+MOST_DESCRIBED = 4096  # tokens, and likely ones beside them, whose answer is written on the loop: some milliseconds
 NUMBERED = ("chatcmpl-", "cmpl-")  # ids of answers whose events may be numbered
 
 
@@ -54,7 +55,10 @@ async def answer_call(pipe: Pipeline, exchange: Exchange, call: ParsedCall, repl
                 [_collect(pipe, exchange, request, call.logprobs is not None) for request in requests]
             )
             outputs, tokens, prompts = zip(*served, strict=True)
-            await exchange.reply(200, reply.whole(outputs, tokens, prompts[0]))
+            write = partial(reply.whole, outputs, tokens, prompts[0])
+            described = sum(map(len, tokens)) * (1 + (call.logprobs or 0))
+            body = await asyncio.to_thread(write) if described > MOST_DESCRIBED else write()
+            await exchange.reply(200, body)
 
 
 async def run_all(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from trinity.errors import RequestError
+from trinity.errors import RequestError, show
 from trinity.server.fields import (
     ParsedCall,
     SamplingFields,
@@ -61,6 +61,7 @@ def read_response_call(body: Mapping[str, Any]) -> tuple[ParsedCall, ResponsesBo
     asked = read_fields(body, ResponsesBody)
     wanted = "message.output_text.logprobs" in (asked.include or ()) or asked.top_logprobs is not None
     logprobs = (asked.top_logprobs or 0) if wanted else None
+    _check_metadata(asked.metadata or {})
     tools = read_tools([_chat_tool(tool) for tool in asked.tools or ()], asked.tool_choice)
     form = read_text_format(asked.text.format if asked.text is not None else None)
     request = make_request(
@@ -78,6 +79,13 @@ def read_response_call(body: Mapping[str, Any]) -> tuple[ParsedCall, ResponsesBo
     return call, asked
 
 
+def _check_metadata(metadata: Mapping[str, Any]) -> None:
+    """Bound what a response repeats, as OpenAI does: 16 texts of 512 characters, by names of 64."""
+    short = all(len(name) <= 64 and isinstance(each, str) and len(each) <= 512 for name, each in metadata.items())
+    if len(metadata) > 16 or not short:
+        raise RequestError("metadata must have at most 16 texts of at most 512 characters, by names of at most 64")
+
+
 def make_messages(given: str | Sequence[Mapping[str, Any]], instructions: str | None) -> list[dict[str, Any]]:
     """Make chat messages of input items: messages, calls of functions and their outputs. Reasoning is left out."""
     messages: list[dict[str, Any]] = [{"role": "system", "content": instructions}] if instructions else []
@@ -92,7 +100,7 @@ def make_messages(given: str | Sequence[Mapping[str, Any]], instructions: str | 
         elif kind == "function_call_output":
             messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": item.get("output")})
         elif kind != "reasoning":
-            raise RequestError(f"an input item of type {str(kind)[:40]!r} is not served here")
+            raise RequestError(f"an input item of type {show(kind)} is not served here")
     return messages
 
 

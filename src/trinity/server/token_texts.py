@@ -34,11 +34,12 @@ class TokenTexts:
         return text, max(logprob, LEAST_LOGPROB), data
 
     def _look_up(self, token: int) -> tuple[str, list[int]]:
-        if token not in self._known:
+        found = self._known.get(token)
+        if found is None:
             if len(self._known) >= _MOST_KEPT:
-                self._known.clear()
-            self._known[token] = self._read(token)
-        return self._known[token]
+                self._known.clear()  # another thread may be about to look up
+            found = self._known[token] = self._read(token)
+        return found
 
     def _read(self, token: int) -> tuple[str, list[int]]:
         try:
