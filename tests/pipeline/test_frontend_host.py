@@ -6,6 +6,7 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from support.core_tables import emitted, work
@@ -19,6 +20,7 @@ from trinity.request import Request, Sampling, Structured
 
 LONG = "a " * 200_000
 FORM = Sampling(structured=Structured(regex="a"))
+ODD: Any = 3
 PICTURE = [{"role": "user", "content": [{"type": "image", "image": b"x"}]}]
 
 
@@ -30,6 +32,8 @@ PICTURE = [{"role": "user", "content": [{"type": "image", "image": b"x"}]}]
         (Request(messages=[{"role": "user", "content": LONG}]), "preparing media", 60.0),
         (Request(messages=[{"role": "user", "content": ""}] * 5000), "preparing media", 60.0),
         (Request("a", images=[b"x"]), "preparing media", 60.0),
+        (Request(messages=ODD), "preparing text", 0.0),  # whose form the processor refuses
+        (Request(messages=[{"role": "user", "content": [{"type": np.arange(3)}]}]), "preparing media", 60.0),
         (Request(messages=PICTURE), "preparing media", 60.0),
         (Request("a", sampling=FORM), "preparing forms", TRIAL_PATIENCE_S),
         (Request("a", images=[b"x"], sampling=FORM), "preparing forms", TRIAL_PATIENCE_S + 60.0),

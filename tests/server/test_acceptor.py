@@ -99,6 +99,21 @@ async def test_a_flood_of_idle_connections_keeps_nobody_out(connections: int, tm
     assert "Traceback" not in "\n".join(lines)
 
 
+async def test_a_connection_sends_a_short_answer_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At e5f41e3a Nagle's algorithm held each answer on a kept connection back for 40 ms, until the client's ACK."""
+    seen, hold = list[int](), ConnectionAcceptor._hold
+
+    def look(self: ConnectionAcceptor, holder: Any, accepted: socket.socket) -> None:
+        seen.append(accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
+        hold(self, holder, accepted)
+
+    monkeypatch.setattr(ConnectionAcceptor, "_hold", look)
+    async with limited(4) as (_, port, _accepting):
+        assert await ask_health(port)
+    assert seen
+    assert all(seen)
+
+
 class Held:
     """An app that answers "/health" at once, and other requests, their bodies read, once ``let_go`` is set."""
 

@@ -74,6 +74,7 @@ async def test_what_cannot_be_resumed_is_refused_by_name() -> None:
             ("/v1/chat/completions/nobody", {}, 404, "resume_unknown"),
             ("/v1/chat/completions/chatcmpl-2", {}, 404, "resume_unknown"),
             (CHAT, {"last-event-id": "x"}, 400, "invalid_request"),
+            (f"{CHAT}?starting_after=%C3%A4", {}, 400, "invalid_request"),  # it was 500
             (CHAT, {"last-event-id": "9" * 20}, 400, "invalid_request"),
             (CHAT, {"last-event-id": "40"}, 409, "not_resumed"),
         ):

@@ -49,9 +49,10 @@ def preparing_part(request: Request, processor: RequestProcessor) -> tuple[str, 
 
 
 def _has_parts(messages: Sequence[object] | None) -> bool:
-    """Tell whether a chat, which nobody has checked yet, has parts other than text."""
-    parts = [part for each in messages or () if isinstance(each, Mapping) for part in _listed(each.get("content"))]
-    return any(isinstance(part, Mapping) and part.get("type") != "text" for part in parts)
+    """Tell whether a chat, whose form nobody has checked yet, has parts other than text."""
+    parts = [part for each in _listed(messages) if isinstance(each, Mapping) for part in _listed(each.get("content"))]
+    kinds = [part.get("type") for part in parts if isinstance(part, Mapping)]
+    return any(not isinstance(kind, str) or kind != "text" for kind in kinds)
 
 
 def _listed(content: object) -> Sequence[object]:

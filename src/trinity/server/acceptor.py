@@ -204,6 +204,8 @@ class ConnectionAcceptor:
                     return
                 continue  # the client left while it waited, or a rule of the system forbids it
             accepted.setblocking(False)
+            if accepted.family in (socket.AF_INET, socket.AF_INET6):  # asyncio does so for sockets that it made alone
+                accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             address = self._names.find_counted(peer[0]) if isinstance(peer, tuple) else None
             holder = self.holders.get(address) or Holder(address)
             if self._find_place(holder):

@@ -201,9 +201,9 @@ class Exchange:
             text = f"the body has more than {self._config.max_body_bytes} bytes; send fewer or smaller media"
             raise ApiError(413, "body_too_large", text, headers={"connection": "close"})
 
-    def find_query(self, name: bytes) -> bytes:
-        """Find a parameter behind the path's question mark; b"" for none."""
-        return dict(parse_qsl(self._query)).get(name, b"")
+    def find_query(self, name: str) -> bytes:
+        """Find a parameter behind the path's question mark; b"" for none. Bytes that are no UTF-8 are kept."""
+        return dict(parse_qsl(self._query.decode("latin-1"), encoding="latin-1")).get(name, "").encode("latin-1")
 
     def until_gone(self) -> UntilGone:
         """Make a block that is left with ``ClientGone`` as soon as the client has gone, the body being read."""

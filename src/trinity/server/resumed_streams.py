@@ -47,7 +47,7 @@ async def resume_stream(pipe: Pipeline, exchange: Exchange, make_reply: Callable
 
 def read_index(exchange: Exchange) -> int:
     """Read the index of the last token that a client has; -1 for none. Raises ``ApiError`` for what is none."""
-    given = exchange.headers.get(b"last-event-id", b"") or exchange.find_query(b"starting_after")
+    given = exchange.headers.get(b"last-event-id", b"") or exchange.find_query("starting_after")
     if not given:
         return -1
     if not given.isdigit() or len(given) > LONGEST_INDEX:
