@@ -89,8 +89,11 @@ def run(kills: int, seed: int, folder: Path, kinds: tuple[str, ...] = KINDS, *, 
             epochs = {name: epoch for name, (_, epoch, _) in told["health"].items()}
             kind = kinds[number % len(kinds)]
             began, victims = time.monotonic(), strike(hosts, kind, draw)
-            before = wait_for_loss(hosts, epochs, wanted)
+            lost = kind != "launcher"  # whose death ends no instance
+            before = wait_for_loss(hosts, epochs, wanted) if lost else Counter[str]()
             told = hosts.ask("up")
+            same = epochs == {name: epoch for name, (_, epoch, _) in told["health"].items()}
+            assert same != lost, (kind, epochs, told["health"])
             seconds, answers = time.monotonic() - began, check_told(told, wanted)
             took.setdefault(kind, []).append(seconds)
             counted.update({"kills": 1, kind: 1, "answers": answers, **told["errors"]})
