@@ -126,7 +126,7 @@ async def test_a_newcomer_fetches_whatever_another_client_has_fetched() -> None:
 
 async def test_requests_that_have_fetched_do_not_wait_for_each_others_bytes(forked_workers: None) -> None:
     """The price of each takes nearly all of the room, and others have fetched theirs: one after the other goes on."""
-    async with serving(KillableProcessor, processes=2, preprocess_timeout_s=30.0) as (made, pages, ask):
+    async with serving(KillableProcessor, processes=2, preprocess_timeout_s=300.0) as (made, pages, ask):
         pages.data = picture(120, 1000)
         share, prices = made.room.share, list[int]()
 

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("forked_workers")
 @pytest.fixture
 def origin(monkeypatch: pytest.MonkeyPatch) -> Iterator[WorkerOrigin]:
     """One that is forked whenever it is started: to load takes 5 s."""
-    monkeypatch.setattr(worker_processes, "FORK_S", 0.5)
+    monkeypatch.setattr(worker_processes, "FORK_S", 10.0)  # what a busy machine may need
     processor: Any = SimpleNamespace(limits=MediaLimits())
     setup: Any = None
     made = WorkerOrigin(processor, setup)

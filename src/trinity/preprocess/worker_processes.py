@@ -47,7 +47,7 @@ from trinity.preprocess.worker import (
 from trinity.request import Media, Request
 
 START_S = 120.0  # to import, and to load tokenizer and processor
-FORK_S = 20.0  # to fork: a thousand times what it takes
+FORK_S = 60.0  # to fork, the first time behind what the origin does before: hundreds of times what it takes
 LEFT_S = 1.0  # that a request may still have once its caller has left: less than a new process takes to start
 MEDIA_NICENESS = 15  # of processes that read media: next to one that wants the same processor they get a thirtieth
 forks_itself = False
