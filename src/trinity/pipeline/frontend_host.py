@@ -49,7 +49,7 @@ def preparing_part(request: Request, processor: RequestProcessor) -> tuple[str, 
 
 
 def _has_parts(messages: Sequence[object] | None) -> bool:
-    """Tell whether a chat, whose form nobody has checked yet, has parts other than text."""
+    """Tell whether a chat has parts other than text. Its form is not checked yet."""
     parts = [part for each in _listed(messages) if isinstance(each, Mapping) for part in _listed(each.get("content"))]
     kinds = [part.get("type") for part in parts if isinstance(part, Mapping)]
     return any(not isinstance(kind, str) or kind != "text" for kind in kinds)

@@ -29,9 +29,9 @@ def takes_long(request: Request) -> bool:
 
 
 async def run_beside_loop(work: Callable[[Request], T], request: Request) -> T:
-    """Return ``work(request)``: of a large request, each of whose values it looks at, in a thread, one at a time.
+    """Return ``work(request)``. For a large request it runs in a thread, one request at a time.
 
-    Several threads of Python's own work would hold up the loop for longer the more there are.
+    ``work`` looks at each value of the request. The more threads do so at once, the longer they hold up the loop.
     """
     try:
         large = text_size(request, SHORT_TEXT) > SHORT_TEXT

@@ -47,7 +47,7 @@ class JsonBodies:
         self._medium, self._large = FairQueue(1), FairQueue(1)
 
     async def decode(self, parts: list[bytes], client: str, read: Callable[[Any], T]) -> T:
-        """Parse a client's body, whose parts may be gone from the list then, and make of it what ``read`` makes.
+        """Parse a client's body, and return ``read(body)``. The list of its parts may be empty afterwards.
 
         Raises ``TooManyValues``, ``RecursionError``, ``ValueError`` for what is no JSON, and what ``read`` raises.
         """

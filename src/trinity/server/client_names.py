@@ -38,7 +38,7 @@ class ClientNames:
         return hashlib.blake2b(known, key=self._secret, digest_size=8).hexdigest()
 
     def find_counted(self, peer: str) -> str | None:
-        """Find the address that a connection counts for; None where many clients share it, or it is none."""
+        """Find the address that a connection counts for; None for a trusted proxy's, and for what is no address."""
         found = _read_address(peer)
         return None if found is None or any(found in each for each in self._proxies) else self.find_address(peer, [])
 

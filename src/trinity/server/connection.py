@@ -126,7 +126,7 @@ class Exchange:
     # ------------------------------------------------------------ the request
 
     async def read_json(self, read: Callable[[dict[str, Any]], T]) -> T:
-        """Read the body as a JSON object, and make of it what ``read`` makes: beside the loop, where it is large.
+        """Read the body as a JSON object, and return ``read(body)``. A large body is parsed and read in a thread.
 
         Raises ``ApiError``, ``ClientGone`` if it never comes, and what ``read`` raises.
         """
