@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -26,7 +27,9 @@ class HostCommand:
 
     def __init__(self, file: Path, name: str, *words: str, entry: Sequence[str] = (), errors: Any = None) -> None:
         command = [*entry, sys.executable, "-m", "trinity", "instance", "--hosts", str(file), "--on", name, *words]
+        self._mark = f"TRINITY_TEST_COMMAND={uuid.uuid4().hex}"
         known = {key: value for key, value in os.environ.items() if key != "UCX_NET_DEVICES"} | ENVIRONMENT
+        known |= [self._mark.split("=")]
         self.run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, env=known)
         self._pending = b""
 
@@ -47,16 +50,23 @@ class HostCommand:
         """Where each instance listens, by name, once so many have said so."""
         return {said["instance"]: said["listening"] for said in (self.hear() for _ in range(count))}
 
-    def processes(self, of: str = "trinity.remote.fork_server") -> list[int]:
-        """Those that it has begun and whose command lines have this word: a launcher, then its instances."""
-        return [each for each in descendants(self.run.pid) if of in words_of(each)]
+    def processes(self) -> list[int]:
+        """A launcher, then all instances. Those of a dead launcher are no descendants: all have the command's mark."""
+        return [self.launcher(), *self.instances()]
 
     def launcher(self) -> int:
-        return self.processes()[0]
+        own = self.own()
+        return next(each for each in self._marked() if parent_of(each) == own)
 
     def instances(self) -> list[int]:
-        launcher, *rest = self.processes()
-        return [each for each in rest if parent_of(each) == launcher]
+        """Children of the launcher, and of launchers that have died: their parent is none of the command's."""
+        marked, launcher = self._marked(), self.launcher()
+        return [each for each in marked if each != launcher and parent_of(each) not in {*marked} - {launcher}]
+
+    def _marked(self) -> list[int]:
+        every = (int(path.name) for path in Path("/proc").glob("[0-9]*"))
+        of_launchers = (each for each in every if "trinity.remote.fork_server" in words_of(each))
+        return sorted(each for each in of_launchers if self._mark in settings_of(each))
 
     def own(self) -> int:
         """The command itself, which a namespace's entry has begun."""
@@ -80,6 +90,13 @@ def words_of(process: int) -> list[str]:
     with suppress(OSError):
         return Path(f"/proc/{process}/cmdline").read_bytes().decode(errors="replace").split("\0")
     return [""]
+
+
+def settings_of(process: int) -> list[str]:
+    """Its environment when it began, each ``NAME=value``."""
+    with suppress(OSError):
+        return Path(f"/proc/{process}/environ").read_bytes().decode(errors="replace").split("\0")
+    return []
 
 
 def parent_of(process: int) -> int:
