@@ -297,3 +297,23 @@ async def test_instances_in_processes_do_the_same(placement: str, wanted: dict[s
     assert again.token_ids == wanted["0"][0]
     first = loud.token_ids[0]
     assert loud.token_ids == [first + count for count in range(5)]
+
+
+CONTROL_TEXTS = [
+    Structured(grammar='start: "<image>"'),
+    Structured(grammar='start: "a<image>b"'),
+    Structured(regex="<image>!"),
+    Structured(grammar='start: "</s>"'),
+    Structured(json_schema={"const": "<|assistant|>"}),
+]
+"""Forms that leave one text, which the tokenizer reads as a control token."""
+
+
+async def test_a_form_may_leave_nothing_but_the_text_of_a_control_token() -> None:
+    """The form's text is spelled by other tokens: a control token is not the text by which it is written."""
+    async with Pipeline(checkpoint("llava"), "EPD", dtype="float32") as pipe:
+        asked = (Request("Say", max_tokens=30, sampling=Sampling.greedy(structured=each)) for each in CONTROL_TEXTS)
+        made = await asyncio.gather(*map(pipe.complete, asked))
+        await pipe.wait_idle()
+    assert [each.finish_reason for each in made] == ["stop"] * len(made)
+    assert [each.text for each in made] == ["<image>", "a<image>b", "<image>!", "</s>", '"<|assistant|>"']

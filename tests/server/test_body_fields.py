@@ -159,6 +159,7 @@ def test_zeros_before_a_token_id_do_not_make_another(name: str, token: int) -> N
 
 TOO_MUCH: dict[str, tuple[dict[str, Any], str]] = {
     "choices": ({"guided_choice": ["a" * 100] * 200}, "guided_choice has more than 16384 characters"),
+    "wide choices": ({"guided_choice": ["é" * 100] * 40}, "guided_choice has more than 16384 characters"),
     "biases": ({"logit_bias": {str(each): 1.0 for each in range(1025)}}, "logit_bias has 1025 token ids; 1024 are"),
     "the name of a bias": ({"logit_bias": {"0" * 2000: 1.0}}, "logit_bias has '0+' for a token id"),
     "tools": ({"tools": [CLOCK] * 4097}, "tools has 4097 items; 4096 are allowed"),

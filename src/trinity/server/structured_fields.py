@@ -81,9 +81,14 @@ def _read_choice(value: Any) -> Form:
     listed = isinstance(value, Sequence) and not isinstance(value, str)
     if not listed or not value or not all(isinstance(each, str) and each for each in value):
         raise RequestError("guided_choice must be a list of texts")
-    if sum(map(len, value)) > MOST_GRAMMAR:
-        raise RequestError(f"guided_choice has more than {MOST_GRAMMAR} characters; give fewer or shorter texts")
-    return {"grammar": "start: " + " | ".join(json.dumps(each) for each in value)}
+    if sum(map(len, value)) <= MOST_GRAMMAR:
+        grammar = "start: " + " | ".join(json.dumps(each) for each in value)
+        if len(grammar) <= MOST_GRAMMAR:
+            return {"grammar": grammar}
+    raise RequestError(
+        f"guided_choice has more than {MOST_GRAMMAR} characters, where one beyond ASCII counts as 6; "
+        "give fewer or shorter texts"
+    )
 
 
 def _text_reader(field: str) -> Callable[[Any], Form]:

@@ -63,9 +63,11 @@ class GrammarState:
         problem = matcher.get_error()
         if not problem and thread_time() - began > SLOWEST_MASK_S:
             problem = f"the next tokens took more than {SLOWEST_MASK_S} s"
-        _set_bits(allowed, self._compiler.tokenizer.eos_tokens, False)
-        goes_on = bool(allowed.any())
-        if goes_on and self._bans_all(allowed, outputs):  # the text may be spelled by other tokens
+        only = _find_only(allowed)
+        mistaken = bool(only) and matcher.validate_tokens(only) != 1  # a special token, where its text has to follow
+        _set_bits(allowed, [*self._compiler.tokenizer.eos_tokens, *(only if mistaken else ())], False)
+        goes_on = mistaken or bool(allowed.any())
+        if mistaken or (goes_on and self._bans_all(allowed, outputs)):  # the text may be spelled by other tokens
             allowed = _set_bits(allowed, list_spellings(matcher, self._compiler.tokenizer), True)
         if matcher.is_accepting():
             allowed = _set_bits(allowed, ends, True)
@@ -93,6 +95,13 @@ class GrammarState:
 
 def _pack_bits(tokens: Collection[int]) -> np.ndarray:
     return _set_bits(np.zeros(0, dtype=np.uint8), tokens, True)
+
+
+def _find_only(bits: np.ndarray) -> list[int]:
+    """Find the one token whose bit is set; none if there are others."""
+    filled = np.flatnonzero(bits)
+    value = int(bits[filled[0]]) if len(filled) == 1 else 0
+    return [8 * int(filled[0]) + value.bit_length() - 1] if value.bit_count() == 1 else []
 
 
 def _set_bits(bits: np.ndarray, tokens: Collection[int], value: bool) -> np.ndarray:
