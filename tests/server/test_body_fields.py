@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from typing import Any
 
+import msgspec
 import pytest
 
 from support.http_server import chat_body, serve_model
 from trinity.errors import RequestError
-from trinity.request import Request, Sampling, check_sampling
-from trinity.server import fields, read_chat_body, reply_loop
+from trinity.pipeline.stream import Stream
+from trinity.request import Request, Sampling, Token, check_sampling
+from trinity.server import fields, protocol, read_chat_body, reply_loop
 from trinity.server.chat_reply import ChatReply
+from trinity.server.completion_reply import CompletionReply
 from trinity.server.fields import complete_request, read_completion_call
 from trinity.server.responses_fields import read_response_call
+from trinity.server.responses_reply import ResponsesReply
 from trinity.server.structured_fields import read_form, read_text_format
 from trinity.server.token_texts import LEAST_LOGPROB, TokenTexts
 from trinity.server.tool_choice import ANY_TOOL, read_tools
@@ -220,3 +225,65 @@ async def test_an_answer_of_many_likely_tokens_is_written_beside_the_loop(monkey
     assert answers[0][0]["message"] == answers[1][0]["message"]
     assert [len(each[0]["logprobs"]["content"]) for each in answers] == [8, 8]
     assert [each is threading.main_thread() for each in seen] == [True, False]
+
+
+def count_values(value: Any) -> int:
+    """Count what one call of an encoder writes; what has been encoded already counts as one."""
+    if isinstance(value, msgspec.Struct):
+        value = msgspec.structs.asdict(value)
+    if isinstance(value, (dict, list, tuple)):
+        return 1 + sum(map(count_values, value.values() if isinstance(value, dict) else value))
+    return 1
+
+
+class CountedEncoder:
+    """Encodes, and notes the most values that a call was given."""
+
+    def __init__(self) -> None:
+        self.most = 0
+
+    def encode(self, value: Any) -> bytes:
+        self.most = max(self.most, count_values(value))
+        return msgspec.json.encode(value)
+
+
+ENDS: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {**chat_body(), "logprobs": True, "top_logprobs": 5, "max_tokens": 40},
+    "/v1/completions": {"model": "llama", "prompt": "Say", "logprobs": 5, "max_tokens": 40},
+    "/v1/responses": {
+        "model": "llama", "input": "Say", "top_logprobs": 5, "include": ["message.output_text.logprobs"],
+        "max_output_tokens": 40,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("path", ENDS)
+async def test_likely_tokens_are_encoded_one_by_one_and_written_in_pieces(
+    path: str, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At d3eb033e sixteen choices with 100 likely tokens were one call, in which no other thread ran for 0.9 s."""
+    encoder, next_tokens, writes = CountedEncoder(), Stream.next_tokens, list[int]()
+
+    async def all_tokens(self: Stream) -> list[Token]:
+        found = list[Token]()
+        while some := await next_tokens(self):
+            found += some
+        return found
+
+    def add(self: Any, index: int, tokens: Sequence[Token]) -> bytes:
+        writes.append(len(tokens))
+        return written[type(self)](self, index, tokens)
+
+    written = {each: each.add for each in (ChatReply, CompletionReply, ResponsesReply)}
+    for each in written:
+        monkeypatch.setattr(each, "add", add)
+    monkeypatch.setattr(protocol, "_encoder", encoder)
+    monkeypatch.setattr(Stream, "next_tokens", all_tokens)
+    monkeypatch.setattr(reply_loop, "MOST_DESCRIBED", 18)
+    async with serve_model() as served:
+        body = {**ENDS[path], "temperature": 0, "ignore_eos": True, "stream": stream}
+        answer = await served.http.post(path, json=body)
+    assert answer.text.count('"top_logprobs"') >= (1 if path == "/v1/completions" else 40), answer.text
+    assert encoder.most < 40 * 5
+    assert writes == ([3] * 13 + [1] if stream else [])

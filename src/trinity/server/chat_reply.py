@@ -22,6 +22,7 @@ from trinity.server.protocol import (
     ToolCall,
     encode_event,
     encode_json,
+    encode_part,
 )
 from trinity.server.token_texts import TokenTexts
 from trinity.server.tool_calls import CallFinder, make_finder
@@ -112,7 +113,8 @@ class ChatReply:
     def _logprobs(self, tokens: Sequence[Token]) -> ChatLogprobs | None:
         if self._call.logprobs is None:
             return None
-        return ChatLogprobs([self._texts.describe(each.id, each.logprob, each.top_logprobs) for each in tokens])
+        found = (self._texts.describe(each.id, each.logprob, each.top_logprobs) for each in tokens)
+        return ChatLogprobs([encode_part(each) for each in found])
 
     # ------------------------------------------------------------ whole
 

@@ -10,7 +10,15 @@ from msgspec import UNSET, UnsetType
 from trinity.request import Output, Token
 from trinity.server.chat_reply import DONE, count_usage, make_usage
 from trinity.server.fields import ParsedCall
-from trinity.server.protocol import TextChoice, TextCompletion, TextLogprobs, TokenUsage, encode_event, encode_json
+from trinity.server.protocol import (
+    TextChoice,
+    TextCompletion,
+    TextLogprobs,
+    TokenUsage,
+    encode_event,
+    encode_json,
+    encode_part,
+)
 from trinity.server.token_texts import TokenTexts
 
 
@@ -80,7 +88,7 @@ class CompletionReply:
             described = self._texts.describe(token.id, token.logprob, token.top_logprobs)
             found.tokens.append(described.token)
             found.token_logprobs.append(described.logprob)
-            found.top_logprobs.append({each.token: each.logprob for each in described.top_logprobs})
+            found.top_logprobs.append(encode_part({each.token: each.logprob for each in described.top_logprobs}))
             found.text_offset.append(self._offsets[index])
             self._offsets[index] += len(token.text)
         return found

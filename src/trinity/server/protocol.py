@@ -38,9 +38,9 @@ class TokenLogprob(LikelyToken):
 
 
 class ChatLogprobs(msgspec.Struct):
-    """Log-probabilities of a chat's tokens."""
+    """Log-probabilities of a chat's tokens, each an encoded ``TokenLogprob``."""
 
-    content: list[TokenLogprob]
+    content: list[msgspec.Raw]
 
 
 class CalledFunction(msgspec.Struct):
@@ -120,11 +120,14 @@ class ChatChunk(msgspec.Struct, kw_only=True):
 
 
 class TextLogprobs(msgspec.Struct):
-    """Log-probabilities of a completion's tokens, in columns; ``text_offset`` in characters of the output."""
+    """Log-probabilities of a completion's tokens, in columns; ``text_offset`` in characters of the output.
+
+    ``top_logprobs``: of each token the encoded values by text.
+    """
 
     tokens: list[str] = []
     token_logprobs: list[float | None] = []
-    top_logprobs: list[dict[str, float]] = []
+    top_logprobs: list[msgspec.Raw] = []
     text_offset: list[int] = []
 
 
@@ -177,3 +180,8 @@ def encode_event(value: Any) -> bytes:
 def encode_json(value: Any) -> bytes:
     """Encode a response."""
     return _encoder.encode(value)
+
+
+def encode_part(value: Any) -> msgspec.Raw:
+    """Encode a part of a response by itself: one call for a whole one of many MB would hold all other threads up."""
+    return msgspec.Raw(_encoder.encode(value))

@@ -19,7 +19,7 @@ from trinity.server.fields import ParsedCall
 
 T = TypeVar("T")
 SERVED_ENDS = ("stop", "length")
-MOST_DESCRIBED = 4096  # tokens, and likely ones beside them, whose answer is written on the loop: some milliseconds
+MOST_DESCRIBED = 4096  # tokens, and likely ones beside them, that are written on the loop at once: some milliseconds
 NUMBERED = ("chatcmpl-", "cmpl-")  # ids of answers whose events may be numbered
 
 
@@ -49,7 +49,8 @@ async def answer_call(pipe: Pipeline, exchange: Exchange, call: ParsedCall, repl
     async with exchange.until_gone():
         if call.stream:
             numbered = pipe.has_buddy and len(requests) == 1 and requests[0].request_id.startswith(NUMBERED)
-            await _StreamedCall(pipe, exchange, reply, numbered and not call.tools.schemas).run(requests)
+            at_once = MOST_DESCRIBED // (1 + (call.logprobs or 0)) or 1
+            await _StreamedCall(pipe, exchange, reply, numbered and not call.tools.schemas, at_once).run(requests)
         else:
             served = await run_all(
                 [_collect(pipe, exchange, request, call.logprobs is not None) for request in requests]
@@ -115,10 +116,14 @@ def add_numbered(reply: Reply, index: int, tokens: Sequence[Token]) -> bytes:
 
 
 class _StreamedCall:
-    """A streamed response: each write has all tokens that wait. ``numbered``: each event says which one it has."""
+    """A streamed response: each write has all tokens that wait, ``at_once`` at most.
 
-    def __init__(self, pipe: Pipeline, exchange: Exchange, reply: Reply, numbered: bool) -> None:
+    ``numbered``: each event says which one it has.
+    """
+
+    def __init__(self, pipe: Pipeline, exchange: Exchange, reply: Reply, numbered: bool, at_once: int) -> None:
         self._pipe, self._exchange, self._reply, self._numbered = pipe, exchange, reply, numbered
+        self._at_once = at_once
         self._turn = asyncio.Lock()  # of those who write: choices run side by side
         self._last = b""  # the end of the choice that ended last, which leaves with the end of all
 
@@ -132,9 +137,14 @@ class _StreamedCall:
             tokens = await stream.next_tokens()  # what can go wrong has mostly gone wrong by now
             events = reply.begin(index, prompt_of(stream))
             while tokens:
-                said = add_numbered(reply, index, tokens) if self._numbered else reply.add(index, tokens)
+                some, tokens = tokens[: self._at_once], tokens[self._at_once :]
+                said = add_numbered(reply, index, some) if self._numbered else reply.add(index, some)
                 await self._send(events + said)
-                events, tokens = b"", await stream.next_tokens()
+                events = b""
+                if tokens:
+                    await asyncio.sleep(0)  # others' turn
+                else:
+                    tokens = await stream.next_tokens()
         ended, self._last = self._last, events + reply.end(index, check_output(stream))
         await self._send(ended)
         return stream.output

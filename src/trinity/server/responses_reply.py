@@ -10,7 +10,7 @@ import msgspec
 
 from trinity.request import Output, Token
 from trinity.server.fields import ParsedCall, new_id
-from trinity.server.protocol import ToolCall, encode_json
+from trinity.server.protocol import ToolCall, encode_json, encode_part
 from trinity.server.responses_fields import ResponsesBody
 from trinity.server.token_texts import TokenTexts
 from trinity.server.tool_calls import make_finder
@@ -133,11 +133,11 @@ class ResponsesReply:
         self._number += 1
         return b"event: " + kind.encode() + b"\ndata: " + encode_json(event) + b"\n\n"
 
-    def _logprobs(self, tokens: Sequence[Token]) -> list[Any]:
+    def _logprobs(self, tokens: Sequence[Token]) -> list[msgspec.Raw]:
         if self._call.logprobs is None:
             return []
-        found = [self._texts.describe(each.id, each.logprob, each.top_logprobs) for each in tokens]
-        return [msgspec.to_builtins(each) for each in found]
+        found = (self._texts.describe(each.id, each.logprob, each.top_logprobs) for each in tokens)
+        return [encode_part(each) for each in found]
 
     def _describe(self, status: str, output: Output | None = None) -> dict[str, Any]:
         asked, sampling = self._asked, self._call.requests[0].sampling
