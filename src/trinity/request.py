@@ -70,8 +70,8 @@ class Sampling(msgspec.Struct, metaclass=KeywordsByName, frozen=True, kw_only=Tr
     - ``suppress_tokens``, ``begin_suppress_tokens`` (token ids): never sampled, or not as the first; () is off.
     - ``bad_words_ids`` (token ids each): sequences that the output does not complete; () is off.
     - ``forced_eos_token_id`` (token ids): the last token that ``max_tokens`` allows is one of these; () is off.
-    - ``stop`` (strings, or one, 16,384 characters in all): the output ends before the first of these, or with a special
-      token that is one; () is off.
+    - ``stop`` (up to 64 strings, or one; 16,384 characters in all): the output ends before the first of these, or
+      with a special token that is one; () is off.
     - ``stop_token_ids`` (token ids, none): the output ends at one of these, besides the model's own.
     - ``ignore_eos`` (False): continue past the model's end-of-sequence token.
     - ``seed`` (None): noise depends on the seed and the output index alone, so that a seed gives the same tokens under

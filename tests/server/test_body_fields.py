@@ -205,6 +205,9 @@ def test_stop_strings_are_bounded_together() -> None:
     check_sampling(Sampling(stop=("x" * 1024,) * 16))
     with pytest.raises(RequestError, match="stop has more than 16384 characters in all"):
         check_sampling(Sampling(stop=("x" * 1024,) * 17))
+    check_sampling(Sampling(stop=("x",) * 64))
+    with pytest.raises(RequestError, match="stop has 65 strings; give 64 at most"):  # 4,096 took 0.3 s at d3eb033e
+        check_sampling(Sampling(stop=("x",) * 65))
 
 
 async def test_an_answer_of_many_likely_tokens_is_written_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,8 @@ from trinity.errors.plain_values import (
 
 MOST_COUNTED = (1 << 31) - 1  # counts and token ids; far beyond any context and vocabulary
 MOST_NAMED = 1024  # characters of a name or a stop string
-_MOST_STOPS = 1 << 14  # characters of all stop strings: each token's text is compared with all of them on the loop
+_MOST_STOPS = 64  # strings: each token's text is compared with all of them on the loop
+_MOST_STOP_TEXT = 1 << 14  # characters of all of them
 _MOST_BANNED = 16_384  # token ids of all bad words together
 MOST_BIASED = 1024  # token ids: they are uploaded with every step
 _MOST_SCHEMA = 1 << 16  # characters: a schema's own compiler has no bound for references that follow each other
@@ -30,8 +31,10 @@ _LARGEST = 1e6  # of temperature and penalty: float32 logits stay finite
 def _stop_strings(name: str, value: Any) -> tuple[str, ...]:
     """Read strings; one alone is a tuple of one."""
     strings = _STOP_STRINGS(name, (value,) if isinstance(value, str) else value)
-    if sum(map(len, strings)) > _MOST_STOPS:
-        raise Unfit(f"{name} has more than {_MOST_STOPS} characters in all; give fewer or shorter strings")
+    if len(strings) > _MOST_STOPS:
+        raise Unfit(f"{name} has {len(strings)} strings; give {_MOST_STOPS} at most")
+    if sum(map(len, strings)) > _MOST_STOP_TEXT:
+        raise Unfit(f"{name} has more than {_MOST_STOP_TEXT} characters in all; give fewer or shorter strings")
     return strings
 
 
