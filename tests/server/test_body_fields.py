@@ -10,10 +10,10 @@ import msgspec
 import pytest
 
 from support.http_server import chat_body, serve_model
-from trinity.errors import RequestError
+from trinity.errors import RequestError, RequestTooLarge
 from trinity.pipeline.stream import Stream
 from trinity.request import Request, Sampling, Token, check_sampling
-from trinity.server import fields, protocol, read_chat_body, reply_loop
+from trinity.server import fields, protocol, read_chat_body, reply_loop, responses_fields
 from trinity.server.chat_reply import ChatReply
 from trinity.server.completion_reply import CompletionReply
 from trinity.server.fields import complete_request, read_completion_call
@@ -198,6 +198,22 @@ def test_what_a_response_repeats_is_bounded(metadata: dict[str, Any]) -> None:
 def test_a_type_that_is_none_is_not_written_out_whole() -> None:
     with pytest.raises(RequestError, match=r"an input item of type \['x{40}.*\.\.\. \(list\) is not served here"):
         read_response_call({"input": [{"type": ["x" * 9999]}]})
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"instructions": "x" * responses_fields.MOST_REPEATED},
+        {"tools": [{"type": "function", "name": "a", "description": "x" * responses_fields.MOST_REPEATED}]},
+        {"tools": [{"type": "function", "name": "a", "parameters": {"a": [[]] * 70_000}}], "tool_choice": "none"},
+        {"tool_choice": "none", "text": {"format": {"type": "text", "x": "x" * responses_fields.MOST_REPEATED}}},
+    ],
+    ids=["instructions", "tool", "values", "format"],
+)
+def test_texts_and_tools_that_a_response_repeats_are_bounded_together(more: dict[str, Any]) -> None:
+    """At d3eb033e 60 MB of them were written again in every event with the response: 0.3 to 0.45 s."""
+    with pytest.raises(RequestTooLarge, match="which a response repeats; send long texts as input"):
+        read_response_call({"input": "a", **more})
 
 
 def test_stop_strings_are_bounded_together() -> None:

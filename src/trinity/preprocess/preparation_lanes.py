@@ -52,7 +52,12 @@ def text_size(request: Request, enough: float = inf) -> int:
 
     Counts no further beyond ``enough``.
     """
-    size, values = 0, [request.prompt, request.messages, request.tools, request.template_kwargs]
+    return measure_values([request.prompt, request.messages, request.tools, request.template_kwargs], enough)
+
+
+def measure_values(values: list[Any], enough: float = inf) -> int:
+    """Count the characters of texts in values as JSON has them, and 64 for each value, no further beyond ``enough``."""
+    size, values = 0, [*values]
     while values and size <= enough:
         value = values.pop()
         size += 64

@@ -7,7 +7,8 @@ from typing import Any
 
 import msgspec
 
-from trinity.errors import RequestError, show
+from trinity.errors import RequestError, RequestTooLarge, show
+from trinity.preprocess.preparation_lanes import measure_values
 from trinity.server.fields import (
     ParsedCall,
     SamplingFields,
@@ -30,6 +31,7 @@ STATEFUL_FIELDS: dict[str, tuple[Any, ...]] = {
     "truncation": ("disabled",),
 }
 """Fields that need what a stateless server has not, with the values that turn each off."""
+MOST_REPEATED = 4 << 20  # characters, and 64 for each value, that every event with the whole response has again
 
 
 class TextOptions(msgspec.Struct):
@@ -61,7 +63,7 @@ def read_response_call(body: Mapping[str, Any]) -> tuple[ParsedCall, ResponsesBo
     asked = read_fields(body, ResponsesBody)
     wanted = "message.output_text.logprobs" in (asked.include or ()) or asked.top_logprobs is not None
     logprobs = (asked.top_logprobs or 0) if wanted else None
-    _check_metadata(asked.metadata or {})
+    _check_repeated(asked)
     tools = read_tools([_chat_tool(tool) for tool in asked.tools or ()], asked.tool_choice)
     form = read_text_format(asked.text.format if asked.text is not None else None)
     request = make_request(
@@ -79,11 +81,16 @@ def read_response_call(body: Mapping[str, Any]) -> tuple[ParsedCall, ResponsesBo
     return call, asked
 
 
-def _check_metadata(metadata: Mapping[str, Any]) -> None:
-    """Bound what a response repeats, as OpenAI does: 16 texts of 512 characters, by names of 64."""
+def _check_repeated(asked: ResponsesBody) -> None:
+    """Bound what a response repeats; metadata as OpenAI does: 16 texts of 512 characters, by names of 64."""
+    metadata = asked.metadata or {}
     short = all(len(name) <= 64 and isinstance(each, str) and len(each) <= 512 for name, each in metadata.items())
     if len(metadata) > 16 or not short:
         raise RequestError("metadata must have at most 16 texts of at most 512 characters, by names of at most 64")
+    repeated = [asked.instructions, asked.text and asked.text.format, asked.tool_choice, asked.tools]
+    if measure_values(repeated, MOST_REPEATED) > MOST_REPEATED:
+        said = f"instructions, text, tool_choice and tools have more than {MOST_REPEATED} characters in all"
+        raise RequestTooLarge(f"{said}, which a response repeats; send long texts as input")
 
 
 def make_messages(given: str | Sequence[Mapping[str, Any]], instructions: str | None) -> list[dict[str, Any]]:
