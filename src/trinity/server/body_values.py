@@ -23,6 +23,7 @@ T = TypeVar("T")
 MOST_VALUES = 128 << 10  # of a body: no request has as many, and Python takes 30 ms to make them
 MOST_QUOTES = 1 << 19  # of a body, those inside strings included, each of which takes up to a microsecond or two
 MOST_OUTSIDE = 1 << 20  # bytes of a body outside strings: numbers and spaces; one call reads them
+MOST_WIDE = 16 << 20  # bytes of a string with characters beyond ASCII: one call makes it, of up to 4 bytes each
 AT_ONCE_BYTES = 64 << 10  # of a body that is read on the loop: some milliseconds, 20 for 16,000 numbers
 MEDIUM_BYTES = 4 << 20  # of a body that larger ones do not delay
 _LONG = 64  # bytes of a string that is cut out: what is left has at most so many for each value
@@ -34,7 +35,7 @@ _HIGH = re.compile(rb"\\u[dD][89abAB]")  # the first of these two
 
 
 class TooManyValues(ValueError):
-    """A body has more values, or more quotes, than a request may have."""
+    """A body has more values or quotes than a request may have, or a longer text: no picture is beyond ASCII."""
 
 
 class JsonBodies:
@@ -149,7 +150,7 @@ def _is_escaped(content: bytes, start: int, end: int) -> bool:
 
 
 def _decode_string(content: bytes, start: int, end: int) -> str:
-    """Decode a string in pieces, none of which cuts an escape or a character.
+    """Decode a string in pieces, none of which cuts an escape or a character. Raises ``TooManyValues``.
 
     Pieces of plain text, as a picture's are, are looked at and not kept: the string is made of them all at once.
     """
@@ -161,6 +162,8 @@ def _decode_string(content: bytes, start: int, end: int) -> str:
         if plain and not piece.isascii():
             plain, made = False, [str(memoryview(content)[begin:start], "ascii")]
         text = msgspec.json.decode(b'"%s"' % piece, type=str)
+        if end - begin > MOST_WIDE and not text.isascii():
+            raise TooManyValues
         if not plain:
             made.append(text)
         start = stop

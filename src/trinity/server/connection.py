@@ -18,7 +18,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from trinity.errors import ClosedError
 from trinity.memory.freed_memory import RELEASE_EVERY_S, release_at_times
-from trinity.server.body_values import MOST_VALUES, JsonBodies, TooManyValues
+from trinity.server.body_values import MOST_VALUES, MOST_WIDE, JsonBodies, TooManyValues
 from trinity.server.error_table import ApiError, describe_failure
 from trinity.server.request_traces import NO_TRACE
 from trinity.server.settings import SHORT_BODY, ServerConfig, find_room
@@ -137,8 +137,8 @@ class Exchange:
             return await self._held.json.decode(await self._read_body(), self.client, partial(_read_object, read))
         except TooManyValues:
             text = (
-                f"the body has more than {MOST_VALUES} values, 1 MiB outside strings, too many quotes, or too "
-                "many backslashes in a row; send fewer messages, or less"
+                f"the body has more than {MOST_VALUES} values, 1 MiB outside strings, too many quotes, too many "
+                f"backslashes in a row, or a text beyond ASCII of more than {MOST_WIDE >> 20} MiB; send less"
             )
             raise ApiError(400, "too_many_values", text) from None
         except RecursionError:
