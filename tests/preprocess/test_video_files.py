@@ -303,6 +303,8 @@ def test_a_stream_that_breaks_off_has_the_frames_that_came(container: str) -> No
         b"ffconcat version 1.0\nfile /etc/hostname\n",
         b'<?xml version="1.0"?><MPD xmlns="urn:mpeg:dash:schema:mpd:2011"></MPD>',
         b"\0" * 4096,
+        b"GIF89a" + bytes(500),  # begins with the byte of a transport stream
+        b"\0\0\1\xb3" + bytes(500),  # MPEG without a container
     ],
 )
 def test_what_is_no_video_and_what_names_other_files_is_refused(data: bytes) -> None:

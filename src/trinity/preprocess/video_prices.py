@@ -105,7 +105,7 @@ def price_frames(found: CodedFrames, kept: int) -> Price:
 
 def find_frames(data: bytes) -> CodedFrames:
     """Find the frames of the first stream of video in a file. Raises ``MediaProblem`` for what is no video here."""
-    head = data[:12]
+    head = data[:256]
     walk = next((walk for accepts, walk in _CONTAINERS if accepts(head)), None)
     if walk is None:
         raise MediaProblem(
@@ -278,6 +278,12 @@ _STARTS = {  # beginnings of pictures, by codec
 }  # fmt: skip
 
 
+def _has_packets(head: bytes) -> bool:
+    """Tell whether a file begins with packets of an MPEG transport stream; a GIF begins with their first byte too."""
+    sizes = ((0, 188), (4, 192), (0, 204))
+    return any(head[first : first + 1] == head[first + size : first + size + 1] == b"\x47" for first, size in sizes)
+
+
 def _walk_stream(data: bytes, _parts: Parts) -> CodedFrames:
     """Count beginnings of pictures in a stream of packets that has no table."""
     counts = {codec: data.count(start) for codec, start in _STARTS.items()}
@@ -356,5 +362,5 @@ _CONTAINERS: tuple[tuple[Callable[[bytes], bool], Callable[[bytes, Parts], Coded
     (lambda head: head.startswith(b"RIFF") and head[8:12] == b"AVI ", _walk_avi),
     (lambda head: head.startswith(b"FLV"), _walk_flv),
     (lambda head: head.startswith(b"OggS"), _walk_ogg),
-    (lambda head: head.startswith((b"\0\0\1\xba", b"\0\0\1\xb3", b"\x47")) or head[4:5] == b"\x47", _walk_stream),
+    (lambda head: head.startswith(b"\0\0\1\xba") or _has_packets(head), _walk_stream),
 )
