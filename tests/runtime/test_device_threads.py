@@ -251,7 +251,6 @@ THREADS: dict[tuple[str, str], Any] = {
     ("preprocess/preparation_lanes.py", "work"): NONE,
     ("server/application.py", "make_embedding_request"): NONE,
     ("server/reply_loop.py", "write"): NONE,
-    ("server/body_values.py", "_read_parts"): NONE,
     ("server/loop_watch.py", "self._thread.join"): NONE,
     ("server/loop_watch.py", "self._watch"): NONE,
     ("remote/agreement.py", "_hash"): NONE,

@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from functools import partial
 from math import inf
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -39,12 +40,7 @@ async def run_beside_loop(work: Callable[[Request], T], request: Request) -> T:
         large = False
     if not large:
         return work(request)
-    job, began = await _large_requests.take(request._client), time.monotonic()
-    try:
-        return await asyncio.to_thread(work, request)
-    finally:
-        _large_requests.leave(job, time.monotonic() - began)
-        _large_requests.start_next()
+    return await _large_requests.run_in_thread(request._client, partial(work, request))
 
 
 def text_size(request: Request, enough: float = inf) -> int:
@@ -94,6 +90,15 @@ class FairQueue:
     async def take(self, client: str, size: int = 1) -> FairJob:
         """Wait for the turn of a new job. Raises ``ClosedError`` after ``close()``."""
         return await self._wait(lambda: self.turns.join(client, size))
+
+    async def run_in_thread(self, client: str, work: Callable[[], T]) -> T:
+        """Return ``work()``, from a thread, when it is the turn of a new job."""
+        job, began = await self.take(client), time.monotonic()
+        try:
+            return await asyncio.to_thread(work)
+        finally:
+            self.leave(job, time.monotonic() - began)
+            self.start_next()
 
     def take_now(self, client: str, size: int) -> FairJob | None:
         """Start a job if it is its turn at once; None if it would have to wait."""

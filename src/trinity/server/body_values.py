@@ -7,11 +7,10 @@ What is made of it is made in that thread too.
 
 from __future__ import annotations
 
-import asyncio
 import re
 import secrets
-import time
 from collections.abc import Callable
+from functools import partial
 from math import isinf
 from typing import Any, TypeVar
 
@@ -56,12 +55,7 @@ class JsonBodies:
         if size <= AT_ONCE_BYTES:
             return read(_decode_short(b"".join(parts)))
         queue = self._medium if size <= MEDIUM_BYTES else self._large
-        job, began = await queue.take(client), time.monotonic()
-        try:
-            return await asyncio.to_thread(_read_parts, parts, read)
-        finally:
-            queue.leave(job, time.monotonic() - began)
-            queue.start_next()
+        return await queue.run_in_thread(client, partial(_read_parts, parts, read))
 
 
 def _read_float(text: str) -> float:
