@@ -315,6 +315,7 @@ threading.Thread(target=lambda cost: threading.Event().wait(), args=(held,), dae
 
 
 @pytest.mark.skipif(not native.has_extension(), reason=native.describe())
+@pytest.mark.skipif("libasan" in os.environ.get("LD_PRELOAD", ""), reason="make asan keeps the lists of what is held")
 def test_a_process_that_ends_while_a_thread_holds_something_is_quiet() -> None:
     done = subprocess.run([sys.executable, "-c", HELD_AT_EXIT], capture_output=True, text=True, check=True)
     assert done.stderr == "", "the user's thread is no fault of the bindings"
