@@ -79,3 +79,20 @@ def test_work_that_leaves_is_no_end(how: type[BaseException], left: bool) -> Non
         raise how
     now[0] = 11.0
     assert progress.find_stalled(AFTER_S) == ([StalledPart("text", 11.0)] if left else [])
+
+
+def test_what_is_observed_may_be_predicted_later() -> None:
+    """A lane's report of its step and the word of how long that takes come one after the other."""
+    now = [0.0]
+    progress = PartProgress(lambda: now[0])
+    progress.observe("lane", "a")
+    now[0] = 5.0
+    progress.observe("lane", "a", 60.0)
+    now[0] = 69.0
+    progress.observe("lane", "a", 60.0)
+    assert not progress.find_stalled(AFTER_S)
+    now[0] = 71.0
+    assert progress.find_stalled(AFTER_S) == [StalledPart("lane", 71.0)]
+    progress.observe("lane", "b")
+    now[0] = 82.0
+    assert progress.find_stalled(AFTER_S) == [StalledPart("lane", 11.0)]

@@ -105,7 +105,7 @@ def test_of_an_instance_that_was_given_up_nothing_more_is_heard() -> None:
 def test_an_instance_that_was_lost_is_at_no_step() -> None:
     """``/ready`` named it as stalled until another life of its name was up, while others served."""
 
-    async def run() -> tuple[tuple[str, float] | None, tuple[str, float] | None]:
+    async def run() -> tuple[dict[str, Any], dict[str, Any]]:
         line, heard = Line(), Heard()
         client = InstanceClient(D0, cast(Any, heard), Timeline(), heard.report)
         client.started = cast(Any, SimpleNamespace())
@@ -113,12 +113,11 @@ def test_an_instance_that_was_lost_is_at_no_step() -> None:
         reading = asyncio.ensure_future(client._read(line.channel))
         while client.step is None:
             await asyncio.sleep(0)
-        before = client.long_step()
+        before = client.lane_steps()
         line.reader.feed_eof()
         await reading
-        return before, client.long_step()
+        return before, client.lane_steps()
 
     before, after = asyncio.run(run())
-    assert before is not None
-    assert before[0] == "language"
-    assert after is None
+    assert [(lane, predicted_s) for lane, (_, predicted_s) in before.items()] == [("language", 40.0)]
+    assert after == {}

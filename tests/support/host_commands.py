@@ -29,7 +29,8 @@ class HostCommand:
         command = [*entry, sys.executable, "-m", "trinity", "instance", "--hosts", str(file), "--on", name, *words]
         self._mark = f"TRINITY_TEST_COMMAND={uuid.uuid4().hex}"
         known = {key: value for key, value in os.environ.items() if key != "UCX_NET_DEVICES"} | ENVIRONMENT
-        known |= [self._mark.split("=")]
+        name, _, value = self._mark.partition("=")
+        known[name] = value
         self.run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, env=known)
         self._pending = b""
 

@@ -230,16 +230,17 @@ class FrontendHost:
             for load in self.core.router.loads.values()
             for lane, step in load.running.items()
         }
+        predicted: dict[str, float] = {}
         for name, each in self.reached.items():
-            if (step := each.long_step()) is not None:
-                found.setdefault(f"{name} {step[0]}", step)
+            for lane, (step, predicted[f"{name} {lane}"]) in each.lane_steps().items():
+                found.setdefault(f"{name} {lane}", step)
         for gone in self._lanes - found.keys():
             self.progress.forget(gone)
         self._lanes = set(found)
         for part, oldest in found.items():
-            self.progress.observe(part, oldest)
-        for part, (lane, allowed_s) in ({} if self.processor is None else self.processor.lanes).items():
-            self.progress.observe(part, lane.ended, allowed_s)
+            self.progress.observe(part, oldest, predicted.get(part, 0.0))
+        for part, (prepares, allowed_s) in ({} if self.processor is None else self.processor.lanes).items():
+            self.progress.observe(part, prepares.ended, allowed_s)
         return self.progress.find_stalled(after_s)
 
     def _refuse(self, stream: Stream, error: BaseException) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextlib import suppress
 from typing import Protocol
 
@@ -168,9 +168,9 @@ class InstanceClient:
         assert self.started is not None
         return self.started.up
 
-    def long_step(self) -> tuple[str, float] | None:
-        """Return lane and begin of a step that may keep back its reports; None if there is none, or no instance."""
-        return (self._step_lane, self.step[0]) if self.alive and self.step is not None and self._step_lane else None
+    def lane_steps(self) -> dict[str, tuple[Hashable, float]]:
+        """Return the lane of a step that may keep back its reports, a name for it, and its predicted seconds."""
+        return {self._step_lane: self.step} if self.alive and self.step is not None and self._step_lane else {}
 
     def post(self, event: Value) -> None:
         """Send an event; one for a lost instance is dropped. One that cannot be sent ends its own request alone."""

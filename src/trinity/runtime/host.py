@@ -7,7 +7,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Hashable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
@@ -103,7 +103,7 @@ class InstanceHandle(Protocol):
 
     def announcement(self) -> PeerUp: ...
 
-    def long_step(self) -> tuple[str, float] | None: ...
+    def lane_steps(self) -> dict[str, tuple[Hashable, float]]: ...
 
 
 @dataclass
@@ -306,8 +306,9 @@ class InstanceHost:
     def announcement(self) -> PeerUp:
         return self.core.announcement()
 
-    def long_step(self) -> None:
-        """Reports of its core say all: no step keeps them back."""
+    def lane_steps(self) -> dict[str, tuple[Hashable, float]]:
+        """Return of each lane's present step a name and its predicted seconds, 0.0 where none like it has run."""
+        return {lane: (step, seconds) for (lane, step), seconds in self.predict_steps().items()}
 
     @property
     def stage_cpu_s(self) -> float:
