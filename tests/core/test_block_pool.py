@@ -393,6 +393,16 @@ def whole(length: int, offset: int = 2) -> MediaSpan:
     return MediaSpan("image", 2, offset, 2, "cat", whole=length)
 
 
+@pytest.mark.parametrize("media", [(), (span(offset=1, length=2),)], ids=["text", "image"])
+def test_a_salt_changes_every_key_and_none_is_no_salt(media: tuple[MediaSpan, ...]) -> None:
+    """Else a client could learn by the time of an answer what another tenant has asked."""
+    plain, *salted = (prefix_keys([7] * 12, media, 4, salt) for salt in ("", "a", "b", "ab"))
+    assert plain == prefix_keys([7] * 12, media, 4)
+    keys = [key for each in (plain, *salted) for key in each]
+    assert len({*keys}) == len(keys) == 12
+    assert salted[0] == prefix_keys([7] * 12, media, 4, "a")
+
+
 def test_no_hit_cuts_a_prompt_that_sees_itself_whole() -> None:
     assert whole(10).uncut == (0, 10)
     assert [uncut_blocks(count, (whole(10),), 4) for count in (0, 1, 2, 3)] == [0, 0, 0, 3]

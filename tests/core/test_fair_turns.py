@@ -200,6 +200,47 @@ def test_cheap_jobs_go_more_often() -> None:
     assert served == {"cheap": 100, "dear": 10}, "each has had the same cost"
 
 
+@pytest.mark.parametrize("held", [True, False])
+def test_a_job_that_runs_may_take_more_places_or_fewer(held: bool) -> None:
+    turns = FairTurns(10)
+    turns.join("a", 4)
+    job = turns.start("a", 4) if held else turns.take()
+    if held:
+        turns.join("b", 1)
+        assert started(turns) == ["b", "a"], "the job of the client that has nothing goes first"
+    assert job is not None
+    own, others = turns.count("a"), turns.count("b")
+    for size in (9, 3, 12):
+        turns.resize(job, size)
+        assert (turns.count("a"), turns.count("b")) == (own - 4 + size, others)
+        assert turns.running == turns.count("a") + others
+        assert turns.held == (size if held else 0)
+    turns.leave(job, 0.0)
+    assert (turns.count("a"), turns.held, turns.running) == (own - 4, 0, own - 4 + others)
+    assert turns.count("unknown") == 0
+
+
+def test_what_a_paused_job_has_cost_is_paid_though_it_is_dropped() -> None:
+    """Costs of a: 0.5, 2, and 1 of each further job; of b: 1 of each. Whose jobs have cost less goes first."""
+    turns, order = FairTurns(1), ""
+    for name in "ab" + "a" * 3 + "b" * 3:
+        turns.join(name)
+    for number in range(8):
+        job = turns.take()
+        assert job is not None
+        order += job.client
+        if number == 0:
+            turns.pause(job, 0.5)
+            assert turns.drop(job)
+        elif number == 2:
+            turns.pause(job, 2.0)
+            assert turns.drop(job)
+        else:
+            turns.leave(job, 1.0)
+    assert order == "ababbaba"
+    assert turns.take() is None
+
+
 @pytest.mark.parametrize("place", ["waiting", "former"])
 def test_what_is_remembered_is_bounded(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fair_turns, "MOST_FORMER", 8)
@@ -212,4 +253,4 @@ def test_what_is_remembered_is_bounded(place: str, monkeypatch: pytest.MonkeyPat
             assert turns.take() is job
             turns.leave(job, 5.0)
     assert not turns._clients
-    assert len(turns._former) <= 8
+    assert list(turns._former) == [f"client {number}" for number in range(92, 100)], "the last that left"

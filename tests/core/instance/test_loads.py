@@ -35,7 +35,7 @@ from trinity.core.messages import (
 )
 from trinity.core.routing import LeastLoaded, RoundRobin, Router
 from trinity.core.scheduler import BatchRules
-from trinity.core.transfers import TransferPolicy
+from trinity.core.transfers import PullTimes, TransferPolicy
 from trinity.emulation.model import EmulatedRequest
 from trinity.memory.cache_config import CacheConfig
 from trinity.pipeline import Pipeline
@@ -188,6 +188,27 @@ def step(media: int = 0, prefill: int = 0, decodes: int = 0) -> Step:
     encodes = (Encode("e", 0, span, (0,), None),) if media else ()
     prefills = (Prefill("p", 0, prefill, True),) if prefill else ()
     return Step(1, "joint", encodes, prefills, tuple(str(number) for number in range(decodes)))
+
+
+def test_a_load_says_what_pulls_and_preemptions_have_cost() -> None:
+    core = make_core("D0", layers=3)
+    assert (load_of(core.state).preemptions, load_of(core.state).pull_s) == (0, None)
+    core.state.preemptions = 5
+    for name, pulls in {"P0": ((10, 2.0), (20, 3.0)), "P1": ((10, 4.0), (20, 4.5)), "P2": ()}.items():
+        core.state.pull_times[name] = PullTimes()
+        for cells, seconds in pulls:
+            core.state.pull_times[name].add(cells, seconds)
+    load = load_of(core.state)
+    assert load.preemptions == 5
+    assert load.pull_s == pytest.approx((3.5, 0.1 * 3)), "the slowest of each, a block of all layers"
+
+
+@pytest.mark.parametrize(("frontends", "newest"), [(1, 0), (2, 17)])
+def test_a_load_says_the_newest_request_where_front_ends_share_the_instance(frontends: int, newest: int) -> None:
+    core = make_core("D0")
+    core.state.newest = 17
+    core.state.frontends = [f"frontend {number}" for number in range(frontends)]
+    assert load_of(core.state).newest == newest
 
 
 def test_units_of_a_step() -> None:
