@@ -24,7 +24,7 @@ from trinity.pipeline import Pipeline
 from trinity.remote import fork_client, warm_launchers
 from trinity.remote.channel import Address
 from trinity.remote.fork_client import Launcher, kept_launcher
-from trinity.remote.process_identity import describe_inheritance
+from trinity.remote.process_identity import describe_inheritance, is_stopped
 from trinity.remote.supervisor import ProcessConfig
 from trinity.remote.warm_launchers import take_launcher
 
@@ -219,6 +219,22 @@ async def test_one_that_imports_still_is_left_and_taken(
     await asyncio.wrap_future(launcher.ready)
     await leave(launcher)
     assert await take_and_leave() is launcher
+
+
+async def test_one_that_was_stopped_amid_its_imports_is_replaced(
+    started: Births, bare: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At 57e75377 the next pipeline failed to start: a sweep of 500 kills met that at its 470th."""
+    waits = "import os, time\nwhile os.getppid() > 1: time.sleep(0.01)\n"
+    with monkeypatch.context() as patch:
+        patch.setattr(Launcher, "program", ("-c", waits + BARE))
+        launcher, _ = await take_launcher(torch=False)
+    os.kill(launcher._process.pid, signal.SIGSTOP)
+    while not is_stopped(launcher._process.pid):
+        await asyncio.sleep(0.01)
+    await leave(launcher)
+    assert await take_and_leave() is not launcher
+    assert await has_gone(launcher, started)
 
 
 # What importing a model's classes may do to the launcher that does it.

@@ -230,9 +230,10 @@ class Launcher:
         """Ask it whether it takes orders after a rest; False if it has ended or is frozen.
 
         One that has not even begun, as its pipeline was given up at once, is not asked: its first order waits for that.
+        It may have been stopped meanwhile, and would fail that order.
         """
         if not self.ready.done():
-            return not self.over
+            return not (self.over or is_stopped(self._process.pid))
         mark = os.urandom(8).hex()
         awake = self._untaken[mark] = concurrent.futures.Future()
         try:
