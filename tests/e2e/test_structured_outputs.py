@@ -317,3 +317,11 @@ async def test_a_form_may_leave_nothing_but_the_text_of_a_control_token() -> Non
         await pipe.wait_idle()
     assert [each.finish_reason for each in made] == ["stop"] * len(made)
     assert [each.text for each in made] == ["<image>", "a<image>b", "<image>!", "</s>", '"<|assistant|>"']
+
+
+async def test_bans_of_all_that_a_control_token_s_text_begins_with_are_refused_at_the_door() -> None:
+    first = await asyncio.to_thread(letter, "<")
+    form = Sampling.greedy(structured=Structured(grammar='start: "<image>"'), suppress_tokens=(first,))
+    async with Pipeline(checkpoint("llava"), "EPD", dtype="float32") as pipe:
+        with pytest.raises(RequestError, match="no token that can begin such an output may be drawn"):
+            await pipe.complete(Request("Say", max_tokens=30, sampling=form))

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from trinity.errors import ClosedError, Overloaded, RequestError, RequestTooLarge
 from trinity.errors.plain_values import MOST_PARTS
-from trinity.preprocess.preparation_lanes import PreparationLane, SharedRoom, run_beside_loop, text_size
+from trinity.preprocess.preparation_lanes import FairQueue, PreparationLane, SharedRoom, run_beside_loop, text_size
 from trinity.request import Request, check_request
 
 LIVENESS_S = 60.0
@@ -295,3 +295,44 @@ def test_all_that_a_template_reads_shares_one_bound(field: str) -> None:
     other = "tools" if field == "messages" else "messages"
     with pytest.raises(RequestError, match=f": the request has more than {MOST_PARTS} values; give fewer"):
         check_request(Request(**(small | {field: half[field], other: half[other]})))
+
+
+async def test_a_job_whose_caller_leaves_keeps_its_place_until_its_thread_has_done() -> None:
+    """At 937573d4 six that were cancelled in turn ran at once, and took all threads of the loop."""
+    queue, held, running, most = FairQueue(1), threading.Event(), list[int](), list[int]()
+
+    def work() -> None:
+        running.append(1)
+        most.append(len(running))
+        held.wait()
+        running.pop()
+
+    for _ in range(4):
+        asked = asyncio.create_task(queue.run_in_thread("a", work))
+        while not running:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0)
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+    held.set()
+    assert await queue.run_in_thread("b", lambda: "next") == "next"
+    assert most == [1]
+    with pytest.raises(ZeroDivisionError):
+        await queue.run_in_thread("a", lambda: 1 // 0)
+    assert (queue.turns.running, queue.turns.waiting) == (0, 0)
+
+
+def test_one_that_waits_on_a_loop_that_was_closed_keeps_nobody_from_the_place() -> None:
+    queue = FairQueue(1)
+    running = asyncio.run(queue.take("a"))
+    loop = asyncio.new_event_loop()
+    waiting = loop.create_task(queue.take("b"))
+    loop.run_until_complete(asyncio.sleep(0.01))
+    waiting._log_destroy_pending = False  # type: ignore[attr-defined]
+    loop.close()
+    queue.leave(running, 0.0)
+    queue.start_next()
+    job = asyncio.run(asyncio.wait_for(queue.take("c"), 60.0))
+    queue.leave(job, 0.0)
+    assert (queue.turns.running, queue.turns.waiting) == (0, 0)

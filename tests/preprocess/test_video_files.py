@@ -8,7 +8,7 @@ import resource
 import struct
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -150,6 +150,24 @@ def test_frames_of_av1_that_are_not_shown_are_priced(monkeypatch: pytest.MonkeyP
     assert repeated.number == plain.number == 20
     assert repeated.hidden == plain.hidden + 299
     assert price_frames(repeated, 0).units > 20 * price_frames(plain, 0).units
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda data: data[:188] + b"\0" + data[189:],
+        lambda data: data[:100] + data[188:],
+        lambda data: b"\x47" + b"\x11" * 99 + data,
+        lambda data: b"\0\1\2\3" + data,
+        lambda data: b"".join(b"\0\0\0\0" + data[at : at + 188] for at in range(0, len(data), 188)),
+        lambda data: b"".join(data[at : at + 188] + bytes(16) for at in range(0, len(data), 188)),
+    ],
+    ids=["a bad byte", "cut", "behind others", "behind four", "192 bytes", "204 bytes"],
+)
+def test_a_transport_stream_is_one_though_it_is_damaged(damage: Callable[[bytes], bytes]) -> None:
+    """At 937573d4 what has no two packets in their places was no video; each of these has all of its frames."""
+    whole = write_video(clip(1, 12, 56, 80).frames, container="mpegts", codec="mpeg2video")
+    assert len(read_video(damage(whole), MediaLimits(), every).pixels) == 12
 
 
 @pytest.mark.parametrize("container", ["flv", "mpegts"])

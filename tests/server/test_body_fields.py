@@ -10,9 +10,9 @@ import msgspec
 import pytest
 
 from support.http_server import chat_body, serve_model
-from trinity.errors import RequestError, RequestTooLarge
+from trinity.errors import RequestError
 from trinity.pipeline.stream import Stream
-from trinity.request import Request, Sampling, Token, check_sampling
+from trinity.request import Output, Request, Sampling, Token, check_sampling
 from trinity.server import fields, protocol, read_chat_body, reply_loop, responses_fields
 from trinity.server.chat_reply import ChatReply
 from trinity.server.completion_reply import CompletionReply
@@ -206,13 +206,14 @@ def test_a_type_that_is_none_is_not_written_out_whole() -> None:
         {"instructions": "x" * responses_fields.MOST_REPEATED},
         {"tools": [{"type": "function", "name": "a", "description": "x" * responses_fields.MOST_REPEATED}]},
         {"tools": [{"type": "function", "name": "a", "parameters": {"a": [[]] * 70_000}}], "tool_choice": "none"},
+        {"text": {"format": {"type": "text", "x": "\x01" * (responses_fields.MOST_REPEATED // 5)}}},
         {"tool_choice": "none", "text": {"format": {"type": "text", "x": "x" * responses_fields.MOST_REPEATED}}},
     ],
-    ids=["instructions", "tool", "values", "format"],
+    ids=["instructions", "tool", "values", "control characters", "format"],
 )
 def test_texts_and_tools_that_a_response_repeats_are_bounded_together(more: dict[str, Any]) -> None:
     """At d3eb033e 60 MB of them were written again in every event with the response: 0.3 to 0.45 s."""
-    with pytest.raises(RequestTooLarge, match="which a response repeats; send long texts as input"):
+    with pytest.raises(RequestError, match="which a response repeats; send long texts as input"):
         read_response_call({"input": "a", **more})
 
 
@@ -283,6 +284,7 @@ async def test_likely_tokens_are_encoded_one_by_one_and_written_in_pieces(
 ) -> None:
     """At d3eb033e sixteen choices with 100 likely tokens were one call, in which no other thread ran for 0.9 s."""
     encoder, next_tokens, writes = CountedEncoder(), Stream.next_tokens, list[int]()
+    ends_on_loop = list[bool]()
 
     async def all_tokens(self: Stream) -> list[Token]:
         found = list[Token]()
@@ -294,9 +296,15 @@ async def test_likely_tokens_are_encoded_one_by_one_and_written_in_pieces(
         writes.append(len(tokens))
         return written[type(self)](self, index, tokens)
 
-    written = {each: each.add for each in (ChatReply, CompletionReply, ResponsesReply)}
-    for each in written:
+    def end(self: Any, index: int, output: Output) -> bytes:
+        ends_on_loop.append(threading.current_thread() is threading.main_thread())
+        return ended[type(self)](self, index, output)
+
+    replies = (ChatReply, CompletionReply, ResponsesReply)
+    written, ended = {each: each.add for each in replies}, {each: each.end for each in replies}
+    for each in replies:
         monkeypatch.setattr(each, "add", add)
+        monkeypatch.setattr(each, "end", end)
     monkeypatch.setattr(protocol, "_encoder", encoder)
     monkeypatch.setattr(Stream, "next_tokens", all_tokens)
     monkeypatch.setattr(reply_loop, "MOST_DESCRIBED", 18)
@@ -306,3 +314,5 @@ async def test_likely_tokens_are_encoded_one_by_one_and_written_in_pieces(
     assert answer.text.count('"top_logprobs"') >= (1 if path == "/v1/completions" else 40), answer.text
     assert encoder.most < 40 * 5
     assert writes == ([3] * 13 + [1] if stream else [])
+    assert not any(ends_on_loop), "a response's end has all of it again"
+    assert len(ends_on_loop) >= stream

@@ -217,6 +217,21 @@ def check_grammar(structured: str, directory: Path, cpu_s: float | None = None) 
         )
 
 
+def find_mask(matcher: Any) -> tuple[np.ndarray, bool]:
+    """Return a bit for each token that may follow, uint8 [tokens / 8], and True if a mistaken one was taken out.
+
+    Where a grammar leaves one text alone, the mask has what the tokenizer makes of it and no other: a control token for
+    the text by which that is written, which cannot follow. ``list_spellings`` has others.
+    """
+    bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8).copy()
+    filled = np.flatnonzero(bits)
+    value = int(bits[filled[0]]) if len(filled) == 1 else 0
+    mistaken = value.bit_count() == 1 and matcher.validate_tokens([8 * int(filled[0]) + value.bit_length() - 1]) != 1
+    if mistaken:
+        bits[filled[0]] = 0
+    return bits, mistaken
+
+
 def list_spellings(matcher: Any, tokenizer: Any) -> list[int]:
     """List the tokens that may follow where a grammar leaves one text alone, by which that may begin.
 
@@ -231,7 +246,7 @@ def check_begin(structured: str, directory: Path, banned: Collection[int]) -> No
     """Raise ``GrammarProblem`` if none but ``banned`` tokens can begin an output of a grammar that was checked."""
     compiler = compiler_of(directory)
     matcher = compiler.compile(structured).result().deep_copy()
-    bits = np.unpackbits(np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8), bitorder="little")
+    bits = np.unpackbits(find_mask(matcher)[0], bitorder="little")
     begins = {*np.flatnonzero(bits).tolist(), *list_spellings(matcher, compiler.tokenizer)}
     if matcher.is_accepting() or not begins <= set(banned):
         return

@@ -66,8 +66,8 @@ def measure_values(values: list[Any], enough: float = inf) -> int:
     return size
 
 
-def _wake(waiter: asyncio.Future[None], error: Exception | None = None) -> None:
-    """Set a future of any loop from any thread."""
+def _wake(waiter: asyncio.Future[None], error: Exception | None = None) -> bool:
+    """Set a future of any loop from any thread; False if its loop is closed."""
 
     def settle() -> None:
         if not waiter.done():
@@ -75,8 +75,12 @@ def _wake(waiter: asyncio.Future[None], error: Exception | None = None) -> None:
 
     if asyncio._get_running_loop() is waiter.get_loop():
         settle()
-    elif not waiter.get_loop().is_closed():
+        return True
+    try:
         waiter.get_loop().call_soon_threadsafe(settle)
+    except RuntimeError:
+        return False
+    return True
 
 
 class FairQueue:
@@ -92,13 +96,19 @@ class FairQueue:
         return await self._wait(lambda: self.turns.join(client, size))
 
     async def run_in_thread(self, client: str, work: Callable[[], T]) -> T:
-        """Return ``work()``, from a thread, when it is the turn of a new job."""
+        """Return ``work()``, from a thread, when it is the turn of a new job.
+
+        Who is cancelled waits no longer, and the job keeps its place until its thread has done with it.
+        """
         job, began = await self.take(client), time.monotonic()
-        try:
-            return await asyncio.to_thread(work)
-        finally:
+
+        def leave(_: object) -> None:
             self.leave(job, time.monotonic() - began)
             self.start_next()
+
+        running = asyncio.ensure_future(asyncio.to_thread(work))
+        running.add_done_callback(leave)
+        return await asyncio.shield(running)
 
     def take_now(self, client: str, size: int) -> FairJob | None:
         """Start a job if it is its turn at once; None if it would have to wait."""
@@ -182,8 +192,8 @@ class FairQueue:
         """Start what there is room for."""
         with self._lock:
             while (job := self.turns.take()) is not None:
-                if (waiter := self._waiters.pop(job, None)) is not None:
-                    _wake(waiter)
+                if (waiter := self._waiters.pop(job, None)) is not None and not _wake(waiter):
+                    self.turns.leave(job, 0.0)  # it waited on a loop that was closed
 
     def close(self) -> None:
         """End what waits with ``ClosedError``. May be called twice."""

@@ -105,8 +105,7 @@ def price_frames(found: CodedFrames, kept: int) -> Price:
 
 def find_frames(data: bytes) -> CodedFrames:
     """Find the frames of the first stream of video in a file. Raises ``MediaProblem`` for what is no video here."""
-    head = data[:256]
-    walk = next((walk for accepts, walk in _CONTAINERS if accepts(head)), None)
+    walk = next((walk for accepts, walk in _CONTAINERS if accepts(data)), None)
     if walk is None:
         raise MediaProblem(
             "is no video in a supported container (AVI, FLV, Matroska, MP4, MPEG program or transport stream, Ogg, "
@@ -278,10 +277,15 @@ _STARTS = {  # beginnings of pictures, by codec
 }  # fmt: skip
 
 
-def _has_packets(head: bytes) -> bool:
-    """Tell whether a file begins with packets of an MPEG transport stream; a GIF begins with their first byte too."""
-    sizes = ((0, 188), (4, 192), (0, 204))
-    return any(head[first : first + 1] == head[first + size : first + size + 1] == b"\x47" for first, size in sizes)
+def _is_stream(data: bytes) -> bool:
+    """Tell whether a file begins as an MPEG transport or program stream, which may be damaged, does.
+
+    A GIF begins with the first byte of a transport stream too, and MPEG without a container as one that was cut.
+    """
+    if data.startswith(b"\0\0\1\xb3"):
+        return b"\0\0\1\xba" in data
+    packets = b"\x47" in (data[:1], data[4:5]) and not data.startswith(b"GIF8")
+    return packets or data.startswith(b"\0\0\1\xba")
 
 
 def _walk_stream(data: bytes, _parts: Parts) -> CodedFrames:
@@ -362,5 +366,5 @@ _CONTAINERS: tuple[tuple[Callable[[bytes], bool], Callable[[bytes, Parts], Coded
     (lambda head: head.startswith(b"RIFF") and head[8:12] == b"AVI ", _walk_avi),
     (lambda head: head.startswith(b"FLV"), _walk_flv),
     (lambda head: head.startswith(b"OggS"), _walk_ogg),
-    (lambda head: head.startswith(b"\0\0\1\xba") or _has_packets(head), _walk_stream),
+    (_is_stream, _walk_stream),
 )

@@ -21,7 +21,7 @@ from trinity.pipeline.copies import copy_request
 from trinity.pipeline.results_file import LinesFile
 from trinity.request import Output, Request, Token
 from trinity.runtime.shielded_wait import run_to_end
-from trinity.server.body_values import MOST_VALUES, TooManyValues, decode_json
+from trinity.server.body_values import TooManyValues, decode_json
 from trinity.server.chat_reply import ChatReply
 from trinity.server.error_table import describe_failure
 from trinity.server.fields import ParsedCall, complete_request, read_chat_call
@@ -235,8 +235,8 @@ def _read_line(line: bytes) -> BatchLine:
     """Read a line. Raises ``RequestError`` that says what is wrong with it."""
     try:
         asked = msgspec.convert(decode_json(line), BatchLine)
-    except TooManyValues:
-        raise RequestError(f"it has more than {MOST_VALUES} values, or is mostly no text; send less") from None
+    except TooManyValues as problem:
+        raise RequestError(f"it has {problem}; send less") from None
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise RequestError(f"it is no line of a batch ({error})") from None
     if not 0 < len(asked.custom_id) <= _LONGEST_NAME:

@@ -22,9 +22,10 @@ T = TypeVar("T")
 MOST_VALUES = 128 << 10  # of a body: no request has as many, and Python takes 30 ms to make them
 MOST_QUOTES = 1 << 19  # of a body, those inside strings included, each of which takes up to a microsecond or two
 MOST_OUTSIDE = 1 << 20  # bytes of a body outside strings: numbers and spaces; one call reads them
-MOST_WIDE = 16 << 20  # bytes of a string with characters beyond ASCII: one call makes it, of up to 4 bytes each
+MOST_WIDE = 16 << 20  # bytes of a string with characters beyond Latin-1: one call makes it, of up to 4 bytes each
 AT_ONCE_BYTES = 64 << 10  # of a body that is read on the loop: some milliseconds, 20 for 16,000 numbers
 MEDIUM_BYTES = 4 << 20  # of a body that larger ones do not delay
+_QUOTES = f"more than {MOST_QUOTES} quotes"
 _LONG = 64  # bytes of a string that is cut out: what is left has at most so many for each value
 _WINDOW = 1 << 20  # bytes in which separators are counted at a time
 _PIECE = 256 << 10  # bytes of a string that are decoded at a time
@@ -34,7 +35,7 @@ _HIGH = re.compile(rb"\\u[dD][89abAB]")  # the first of these two
 
 
 class TooManyValues(ValueError):
-    """A body has more values or quotes than a request may have, or a longer text: no picture is beyond ASCII."""
+    """A body has more than a request may have; says of what."""
 
 
 class JsonBodies:
@@ -108,24 +109,24 @@ def _find_long_strings(content: bytes) -> list[tuple[int, int]]:
         end_of_values = len(content) if start < 0 else start
         outside += end_of_values - at
         if outside > MOST_OUTSIDE:
-            raise TooManyValues
+            raise TooManyValues(f"more than {MOST_OUTSIDE >> 20} MiB outside strings")
         while at < end_of_values:
             stop = min(at + _WINDOW, end_of_values)
             values += sum(content.count(each, at, stop) for each in (b",", b"[", b"{"))
             at = stop
             if values > MOST_VALUES:
-                raise TooManyValues
+                raise TooManyValues(f"more than {MOST_VALUES} values")
         if start < 0:
             return found
         end = content.find(b'"', start + 1)
         while end > 0 and _is_escaped(content, start, end):
             quotes += 1
             if quotes > MOST_QUOTES:
-                raise TooManyValues
+                raise TooManyValues(_QUOTES)
             end = content.find(b'"', end + 1)
         quotes += 2
         if quotes > MOST_QUOTES:
-            raise TooManyValues
+            raise TooManyValues(_QUOTES)
         if end < 0:
             return found  # it does not end, which the parser says
         if end - start > _LONG:
@@ -140,7 +141,7 @@ def _is_escaped(content: bytes, start: int, end: int) -> bool:
         slashes = len(before) - len(before.rstrip(b"\\"))
         if slashes < window:
             return slashes % 2 == 1
-    raise TooManyValues
+    raise TooManyValues(f"{_MOST_SEARCH} backslashes in a row")
 
 
 def _decode_string(content: bytes, start: int, end: int) -> str:
@@ -156,12 +157,21 @@ def _decode_string(content: bytes, start: int, end: int) -> str:
         if plain and not piece.isascii():
             plain, made = False, [str(memoryview(content)[begin:start], "ascii")]
         text = msgspec.json.decode(b'"%s"' % piece, type=str)
-        if end - begin > MOST_WIDE and not text.isascii():
-            raise TooManyValues
+        if end - begin > MOST_WIDE and _is_wide(text):
+            raise TooManyValues(f"more than {MOST_WIDE >> 20} MiB in a text with characters beyond Latin-1")
         if not plain:
             made.append(text)
         start = stop
     return str(memoryview(content)[begin:end], "ascii") if plain else "".join(made)
+
+
+def _is_wide(text: str) -> bool:
+    """Tell whether a text has characters beyond Latin-1, for which all of it takes more than a byte each."""
+    try:
+        text.encode("latin-1")
+    except UnicodeEncodeError:
+        return True
+    return False
 
 
 def _find_cut(content: bytes, start: int, most: int, end: int) -> int:

@@ -18,7 +18,7 @@ from starlette.types import Message, Receive, Scope, Send
 
 from trinity.errors import ClosedError
 from trinity.memory.freed_memory import RELEASE_EVERY_S, release_at_times
-from trinity.server.body_values import MOST_VALUES, MOST_WIDE, JsonBodies, TooManyValues
+from trinity.server.body_values import JsonBodies, TooManyValues
 from trinity.server.error_table import ApiError, describe_failure
 from trinity.server.request_traces import NO_TRACE
 from trinity.server.settings import SHORT_BODY, ServerConfig, find_room
@@ -135,12 +135,8 @@ class Exchange:
             raise ApiError(415, "unsupported_media_type", "send JSON, with content-type application/json")
         try:
             return await self._held.json.decode(await self._read_body(), self.client, partial(_read_object, read))
-        except TooManyValues:
-            text = (
-                f"the body has more than {MOST_VALUES} values, 1 MiB outside strings, too many quotes, too many "
-                f"backslashes in a row, or a text beyond ASCII of more than {MOST_WIDE >> 20} MiB; send less"
-            )
-            raise ApiError(400, "too_many_values", text) from None
+        except TooManyValues as problem:
+            raise ApiError(400, "too_many_values", f"the body has {problem}; send less") from None
         except RecursionError:
             raise ApiError(400, "invalid_json", "the body is nested too deep") from None
         except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -49,8 +49,8 @@ async def answer_call(pipe: Pipeline, exchange: Exchange, call: ParsedCall, repl
     async with exchange.until_gone():
         if call.stream:
             numbered = pipe.has_buddy and len(requests) == 1 and requests[0].request_id.startswith(NUMBERED)
-            at_once = MOST_DESCRIBED // (1 + (call.logprobs or 0)) or 1
-            await _StreamedCall(pipe, exchange, reply, numbered and not call.tools.schemas, at_once).run(requests)
+            described = 1 + (call.logprobs or 0)
+            await _StreamedCall(pipe, exchange, reply, numbered and not call.tools.schemas, described).run(requests)
         else:
             served = await run_all(
                 [_collect(pipe, exchange, request, call.logprobs is not None) for request in requests]
@@ -109,6 +109,14 @@ def prompt_of(stream: Stream) -> tuple[int, ...]:
     return stream.processed.work.prompt if stream.processed is not None else ()
 
 
+async def take_pieces(tokens: Sequence[Token], at_once: int) -> AsyncGenerator[Sequence[Token]]:
+    """Yield so many tokens at a time, and let others have their turn in between."""
+    for start in range(0, len(tokens), at_once):
+        if start:
+            await asyncio.sleep(0)
+        yield tokens[start : start + at_once]
+
+
 def add_numbered(reply: Reply, index: int, tokens: Sequence[Token]) -> bytes:
     """Encode tokens of a choice, each event with its token's index: a connection may be cut behind any of them."""
     said = ((token.index, reply.add(index, [token])) for token in tokens)
@@ -116,38 +124,43 @@ def add_numbered(reply: Reply, index: int, tokens: Sequence[Token]) -> bytes:
 
 
 class _StreamedCall:
-    """A streamed response: each write has all tokens that wait, ``at_once`` at most.
+    """A streamed response: each write has all tokens that wait, within ``MOST_DESCRIBED`` of all choices.
 
-    ``numbered``: each event says which one it has.
+    - ``numbered``: each event says which token it has.
+    - ``described``: tokens that are written for each of the output, likely ones included.
     """
 
-    def __init__(self, pipe: Pipeline, exchange: Exchange, reply: Reply, numbered: bool, at_once: int) -> None:
+    def __init__(self, pipe: Pipeline, exchange: Exchange, reply: Reply, numbered: bool, described: int) -> None:
         self._pipe, self._exchange, self._reply, self._numbered = pipe, exchange, reply, numbered
-        self._at_once = at_once
+        self._described, self._written = described, 0
         self._turn = asyncio.Lock()  # of those who write: choices run side by side
         self._last = b""  # the end of the choice that ended last, which leaves with the end of all
 
     async def run(self, requests: Sequence[Request]) -> None:
-        outputs = await run_all([self._serve(index, request) for index, request in enumerate(requests)])
-        await self._send(self._last + self._reply.close(outputs), last=True)
+        at_once = MOST_DESCRIBED // (self._described * len(requests)) or 1
+        outputs = await run_all([self._serve(index, request, at_once) for index, request in enumerate(requests)])
+        await self._send(self._last + await self._write(partial(self._reply.close, outputs)), last=True)
 
-    async def _serve(self, index: int, request: Request) -> Output:
+    async def _serve(self, index: int, request: Request, at_once: int) -> Output:
         reply = self._reply
         async with open_stream(self._pipe, self._exchange, request) as stream:
             tokens = await stream.next_tokens()  # what can go wrong has mostly gone wrong by now
             events = reply.begin(index, prompt_of(stream))
             while tokens:
-                some, tokens = tokens[: self._at_once], tokens[self._at_once :]
-                said = add_numbered(reply, index, some) if self._numbered else reply.add(index, some)
-                await self._send(events + said)
-                events = b""
-                if tokens:
-                    await asyncio.sleep(0)  # others' turn
-                else:
-                    tokens = await stream.next_tokens()
-        ended, self._last = self._last, events + reply.end(index, check_output(stream))
+                async for some in take_pieces(tokens, at_once):
+                    said = add_numbered(reply, index, some) if self._numbered else reply.add(index, some)
+                    await self._send(events + said)
+                    events = b""
+                self._written += len(tokens) * self._described
+                tokens = await stream.next_tokens()
+        last = await self._write(partial(reply.end, index, check_output(stream)))
+        ended, self._last = self._last, events + last
         await self._send(ended)
         return stream.output
+
+    async def _write(self, write: Callable[[], bytes]) -> bytes:
+        """Encode an end, which of a response repeats all that was said."""
+        return await asyncio.to_thread(write) if self._written > MOST_DESCRIBED else write()
 
     async def _send(self, events: bytes, *, last: bool = False) -> None:
         if not events:

@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from trinity.errors import RequestError, RequestTooLarge, show
+from trinity.errors import RequestError, show
 from trinity.preprocess.preparation_lanes import measure_values
 from trinity.server.fields import (
     ParsedCall,
@@ -19,6 +19,7 @@ from trinity.server.fields import (
     new_id,
     read_fields,
 )
+from trinity.server.protocol import encode_json
 from trinity.server.structured_fields import read_text_format
 from trinity.server.tool_choice import read_tools
 
@@ -31,7 +32,7 @@ STATEFUL_FIELDS: dict[str, tuple[Any, ...]] = {
     "truncation": ("disabled",),
 }
 """Fields that need what a stateless server has not, with the values that turn each off."""
-MOST_REPEATED = 4 << 20  # characters, and 64 for each value, that every event with the whole response has again
+MOST_REPEATED = 2 << 20  # bytes of JSON, and 64 for each value, that every event with the whole response has again
 
 
 class TextOptions(msgspec.Struct):
@@ -63,8 +64,8 @@ def read_response_call(body: Mapping[str, Any]) -> tuple[ParsedCall, ResponsesBo
     asked = read_fields(body, ResponsesBody)
     wanted = "message.output_text.logprobs" in (asked.include or ()) or asked.top_logprobs is not None
     logprobs = (asked.top_logprobs or 0) if wanted else None
-    _check_repeated(asked)
     tools = read_tools([_chat_tool(tool) for tool in asked.tools or ()], asked.tool_choice)
+    _check_repeated(asked)
     form = read_text_format(asked.text.format if asked.text is not None else None)
     request = make_request(
         messages=make_messages(asked.input, asked.instructions),
@@ -88,9 +89,9 @@ def _check_repeated(asked: ResponsesBody) -> None:
     if len(metadata) > 16 or not short:
         raise RequestError("metadata must have at most 16 texts of at most 512 characters, by names of at most 64")
     repeated = [asked.instructions, asked.text and asked.text.format, asked.tool_choice, asked.tools]
-    if measure_values(repeated, MOST_REPEATED) > MOST_REPEATED:
-        said = f"instructions, text, tool_choice and tools have more than {MOST_REPEATED} characters in all"
-        raise RequestTooLarge(f"{said}, which a response repeats; send long texts as input")
+    if measure_values(repeated, MOST_REPEATED) > MOST_REPEATED or len(encode_json(repeated)) > MOST_REPEATED:
+        said = f"instructions, text, tool_choice and tools have more than {MOST_REPEATED} bytes of JSON in all"
+        raise RequestError(f"{said}, which a response repeats; send long texts as input")
 
 
 def make_messages(given: str | Sequence[Mapping[str, Any]], instructions: str | None) -> list[dict[str, Any]]:

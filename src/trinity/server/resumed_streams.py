@@ -15,7 +15,7 @@ from trinity.request import Request
 from trinity.server.connection import Exchange
 from trinity.server.error_table import ApiError
 from trinity.server.fields import ParsedCall
-from trinity.server.reply_loop import NUMBERED, Reply, add_numbered, check_output
+from trinity.server.reply_loop import MOST_DESCRIBED, NUMBERED, Reply, add_numbered, check_output, take_pieces
 
 LONGEST_INDEX = 12  # digits
 
@@ -38,7 +38,8 @@ async def resume_stream(pipe: Pipeline, exchange: Exchange, make_reply: Callable
             tokens = await stream.next_tokens()
             await exchange.start_events()
             while tokens:
-                await exchange.send_events(add_numbered(reply, 0, tokens))
+                async for some in take_pieces(tokens, MOST_DESCRIBED):
+                    await exchange.send_events(add_numbered(reply, 0, some))
                 tokens = await stream.next_tokens()
         output = check_output(stream)
         reply.skip(0, stream.left_out)

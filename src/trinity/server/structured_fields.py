@@ -86,7 +86,7 @@ def _read_choice(value: Any) -> Form:
         if len(grammar) <= MOST_GRAMMAR:
             return {"grammar": grammar}
     raise RequestError(
-        f"guided_choice has more than {MOST_GRAMMAR} characters, where one beyond ASCII counts as 6; "
+        f"guided_choice has more than {MOST_GRAMMAR} characters as a grammar, where each text is quoted and escaped; "
         "give fewer or shorter texts"
     )
 

@@ -22,7 +22,14 @@ from trinity.core.logits_processors import LogitsProcessor, find_logits_processo
 from trinity.core.messages import Work
 from trinity.errors import ConfigError, RequestError, StageError, describe_error
 from trinity.errors.arguments import show
-from trinity.preprocess.grammars import GRAMMAR_KINDS, GrammarCompiler, compiler_of, list_spellings, split_grammar
+from trinity.preprocess.grammars import (
+    GRAMMAR_KINDS,
+    GrammarCompiler,
+    compiler_of,
+    find_mask,
+    list_spellings,
+    split_grammar,
+)
 from trinity.stages.base import FailedSample
 from trinity.stages.uploads import upload
 
@@ -59,16 +66,14 @@ class GrammarState:
         if outputs and outputs[-1] in ends:  # a step that was begun before this end was known
             return _set_bits(np.zeros(0, dtype=np.uint8), ends, True), True
         matcher = self._follow(list(outputs))
-        allowed = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8).copy()
-        problem = matcher.get_error()
-        if not problem and thread_time() - began > SLOWEST_MASK_S:
-            problem = f"the next tokens took more than {SLOWEST_MASK_S} s"
-        only = _find_only(allowed)
-        mistaken = bool(only) and matcher.validate_tokens(only) != 1  # a special token, where its text has to follow
-        _set_bits(allowed, [*self._compiler.tokenizer.eos_tokens, *(only if mistaken else ())], False)
+        allowed, mistaken = find_mask(matcher)
+        _set_bits(allowed, self._compiler.tokenizer.eos_tokens, False)
         goes_on = mistaken or bool(allowed.any())
         if mistaken or (goes_on and self._bans_all(allowed, outputs)):  # the text may be spelled by other tokens
             allowed = _set_bits(allowed, list_spellings(matcher, self._compiler.tokenizer), True)
+        problem = matcher.get_error()
+        if not problem and thread_time() - began > SLOWEST_MASK_S:
+            problem = f"the next tokens took more than {SLOWEST_MASK_S} s"
         if matcher.is_accepting():
             allowed = _set_bits(allowed, ends, True)
         if problem or not allowed.any():
@@ -95,13 +100,6 @@ class GrammarState:
 
 def _pack_bits(tokens: Collection[int]) -> np.ndarray:
     return _set_bits(np.zeros(0, dtype=np.uint8), tokens, True)
-
-
-def _find_only(bits: np.ndarray) -> list[int]:
-    """Find the one token whose bit is set; none if there are others."""
-    filled = np.flatnonzero(bits)
-    value = int(bits[filled[0]]) if len(filled) == 1 else 0
-    return [8 * int(filled[0]) + value.bit_length() - 1] if value.bit_count() == 1 else []
 
 
 def _set_bits(bits: np.ndarray, tokens: Collection[int], value: bool) -> np.ndarray:
