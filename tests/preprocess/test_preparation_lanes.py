@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 import time
+import weakref
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import partial
 from types import NoneType
 from typing import Any
 
@@ -307,15 +310,17 @@ async def test_a_job_whose_caller_leaves_keeps_its_place_until_its_thread_has_do
         held.wait()
         running.pop()
 
-    for _ in range(4):
-        asked = asyncio.create_task(queue.run_in_thread("a", work))
-        while not running:
-            await asyncio.sleep(0.01)
-        await asyncio.sleep(0)
-        asked.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await asked
-    held.set()
+    try:
+        for _ in range(4):
+            asked = asyncio.create_task(queue.run_in_thread("a", work))
+            while not running:
+                await asyncio.sleep(0.01)
+            await asyncio.sleep(0.05)  # for the thread of one that may not run yet
+            asked.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await asked
+    finally:
+        held.set()
     assert await queue.run_in_thread("b", lambda: "next") == "next"
     assert most == [1]
     with pytest.raises(ZeroDivisionError):
@@ -333,6 +338,52 @@ def test_one_that_waits_on_a_loop_that_was_closed_keeps_nobody_from_the_place() 
     loop.close()
     queue.leave(running, 0.0)
     queue.start_next()
-    job = asyncio.run(asyncio.wait_for(queue.take("c"), 60.0))
+    job = asyncio.run(asyncio.wait_for(queue.take("b"), 60.0))
+    del waiting
+    gc.collect()  # what drops the job of the closed loop
+    assert (queue.turns.running, queue.turns.waiting) == (1, 0)
     queue.leave(job, 0.0)
+    assert (queue.turns.running, queue._waiters, queue._left) == (0, {}, set())
+
+
+def test_a_loop_that_is_closed_amid_a_job_leaves_the_place_free() -> None:
+    queue, held, begun = FairQueue(1), threading.Event(), threading.Event()
+
+    def work() -> None:
+        begun.set()
+        held.wait(60.0)
+
+    loop = asyncio.new_event_loop()
+    asked = loop.create_task(queue.run_in_thread("a", work))
+    while not begun.is_set():
+        loop.run_until_complete(asyncio.sleep(0.01))
+    for each in asyncio.all_tasks(loop):
+        each._log_destroy_pending = False  # type: ignore[attr-defined]
+    loop.close()
+    del asked
+    held.set()
+    assert asyncio.run(asyncio.wait_for(queue.run_in_thread("b", lambda: "next"), 60.0)) == "next"
+    gc.collect()
     assert (queue.turns.running, queue.turns.waiting) == (0, 0)
+
+
+async def test_an_error_of_work_in_a_thread_is_in_no_cycle() -> None:
+    """At 6bb11732 a body that was refused, 40 MiB each time, stayed until the collector came."""
+
+    class Given:
+        pass
+
+    def work(given: Given) -> None:
+        raise RequestError(f"no {type(given).__name__}")
+
+    queue, given = FairQueue(1), Given()
+    gone = weakref.ref(given)
+    gc.disable()
+    try:
+        with pytest.raises(RequestError):
+            await queue.run_in_thread("a", partial(work, given))
+        del given
+        await asyncio.sleep(0)
+        assert gone() is None
+    finally:
+        gc.enable()

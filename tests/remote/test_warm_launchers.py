@@ -225,7 +225,7 @@ async def test_one_that_was_stopped_amid_its_imports_is_replaced(
     started: Births, bare: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At 57e75377 the next pipeline failed to start: a sweep of 500 kills met that at its 470th."""
-    waits = "import os, time\nwhile os.getppid() > 1: time.sleep(0.01)\n"
+    waits = "import os, time\nfirst = os.getppid()\nwhile os.getppid() == first: time.sleep(0.01)\n"
     with monkeypatch.context() as patch:
         patch.setattr(Launcher, "program", ("-c", waits + BARE))
         launcher, _ = await take_launcher(torch=False)

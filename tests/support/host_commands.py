@@ -57,7 +57,9 @@ class HostCommand:
 
     def launcher(self) -> int:
         own = self.own()
-        return next(each for each in self._marked() if parent_of(each) == own)
+        found = [each for each in self._marked() if parent_of(each) == own]
+        assert found, "the command has no launcher now"
+        return found[0]
 
     def instances(self) -> list[int]:
         """Children of the launcher, and of launchers that have died: their parent is none of the command's."""

@@ -108,6 +108,7 @@ def run(kills: int, seed: int, folder: Path, kinds: tuple[str, ...] = KINDS, *, 
             print(f"{number + 1}: {kind} {victims}: whole after {seconds:.1f} s, "
                   f"{answers + before['answers']} exact, {errors}", flush=True)  # fmt: skip
         assert hosts.end() == 0
+    assert 2 * counted["cuts without a loss"] <= counted["network"], "most cuts fall into no first step"
     for kind, found in took.items():
         median, most = sorted(found)[len(found) // 2], max(found)
         print(f"{kind:16} {len(found):3} times, whole again after {median:.1f} s at the median, {most:.1f} s at most")

@@ -63,7 +63,7 @@ class PartProgress:
     def observe(self, part: str, oldest: Hashable | None, allowed_s: float = 0.0) -> None:
         """Note the oldest work that a part reports, by any name; None for no work.
 
-        Another name than before means that the former one has ended. What it may take may become known later.
+        Another name than before means that the former one has ended. That it may take longer may become known later.
         """
         before = self._seen.get(part)
         if before is not None and before[0] == oldest:
@@ -76,8 +76,8 @@ class PartProgress:
             self._seen[part] = oldest, self.begin(part, allowed_s)
 
     def _allow(self, token: WorkToken, allowed_s: float) -> None:
-        """Give a piece of work that is observed, the one of its part, another time."""
-        if token.allowed_s != allowed_s and (works := self._begun.get(token.part)) and token in works:
+        """Give a piece of work that is observed, the one of its part, more time; less may be another's prediction."""
+        if token.allowed_s < allowed_s and (works := self._begun.get(token.part)) and token in works:
             known = token._replace(allowed_s=allowed_s)
             works[known] = works.pop(token)
             self._seen[token.part] = self._seen[token.part][0], known

@@ -217,7 +217,7 @@ def check_grammar(structured: str, directory: Path, cpu_s: float | None = None) 
         )
 
 
-def find_mask(matcher: Any) -> tuple[np.ndarray, bool]:
+def find_mask(matcher: Any, tokenizer: Any) -> tuple[np.ndarray, bool]:
     """Return a bit for each token that may follow, uint8 [tokens / 8], and True if a mistaken one was taken out.
 
     Where a grammar leaves one text alone, the mask has what the tokenizer makes of it and no other: a control token for
@@ -226,7 +226,11 @@ def find_mask(matcher: Any) -> tuple[np.ndarray, bool]:
     bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8).copy()
     filled = np.flatnonzero(bits)
     value = int(bits[filled[0]]) if len(filled) == 1 else 0
-    mistaken = value.bit_count() == 1 and matcher.validate_tokens([8 * int(filled[0]) + value.bit_length() - 1]) != 1
+    if value.bit_count() != 1:
+        return bits, False
+    only = 8 * int(filled[0]) + value.bit_length() - 1
+    ends = matcher.is_accepting() and only in tokenizer.eos_tokens
+    mistaken = not ends and matcher.validate_tokens([only]) != 1
     if mistaken:
         bits[filled[0]] = 0
     return bits, mistaken
@@ -246,7 +250,7 @@ def check_begin(structured: str, directory: Path, banned: Collection[int]) -> No
     """Raise ``GrammarProblem`` if none but ``banned`` tokens can begin an output of a grammar that was checked."""
     compiler = compiler_of(directory)
     matcher = compiler.compile(structured).result().deep_copy()
-    bits = np.unpackbits(find_mask(matcher)[0], bitorder="little")
+    bits = np.unpackbits(find_mask(matcher, compiler.tokenizer)[0], bitorder="little")
     begins = {*np.flatnonzero(bits).tolist(), *list_spellings(matcher, compiler.tokenizer)}
     if matcher.is_accepting() or not begins <= set(banned):
         return

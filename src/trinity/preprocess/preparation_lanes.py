@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from functools import partial
 from math import inf
 from types import TracebackType
@@ -52,7 +52,7 @@ def text_size(request: Request, enough: float = inf) -> int:
 
 
 def measure_values(values: list[Any], enough: float = inf) -> int:
-    """Count the characters of texts in values as JSON has them, and 64 for each value, no further beyond ``enough``."""
+    """Count the characters of texts in values, and 64 for each value, no further beyond ``enough``."""
     size, values = 0, [*values]
     while values and size <= enough:
         value = values.pop()
@@ -90,6 +90,7 @@ class FairQueue:
         self.turns, self._lock, self.closed = FairTurns(places), threading.Lock(), False
         self.ended = 0  # jobs that ran
         self._waiters: dict[FairJob, asyncio.Future[None]] = {}
+        self._left = set[FairJob]()  # those of closed loops, until whoever waited there is gone
 
     async def take(self, client: str, size: int = 1) -> FairJob:
         """Wait for the turn of a new job. Raises ``ClosedError`` after ``close()``."""
@@ -100,15 +101,25 @@ class FairQueue:
 
         Who is cancelled waits no longer, and the job keeps its place until its thread has done with it.
         """
-        job, began = await self.take(client), time.monotonic()
+        turn, began = [await self.take(client)], time.monotonic()
 
-        def leave(_: object) -> None:
-            self.leave(job, time.monotonic() - began)
-            self.start_next()
+        def leave() -> None:
+            with suppress(IndexError):  # it has left
+                self.leave(turn.pop(), time.monotonic() - began)
+                self.start_next()
 
-        running = asyncio.ensure_future(asyncio.to_thread(work))
-        running.add_done_callback(leave)
-        return await asyncio.shield(running)
+        def run() -> T:
+            try:
+                return work()
+            finally:
+                leave()
+
+        running = asyncio.ensure_future(asyncio.to_thread(run))
+        running.add_done_callback(lambda _: leave())  # also where the loop's end came before the thread began
+        try:
+            return await asyncio.shield(running)
+        finally:
+            del running  # whose error has this frame, and with it what the work was given
 
     def take_now(self, client: str, size: int) -> FairJob | None:
         """Start a job if it is its turn at once; None if it would have to wait."""
@@ -178,7 +189,9 @@ class FairQueue:
         """End a job in whatever state it is, at no cost but what it has paid as it was paused."""
         with self._lock:
             self._waiters.pop(job, None)
-            if not self.turns.drop(job) and not self.closed:
+            if job in self._left:
+                self._left.remove(job)
+            elif not self.turns.drop(job) and not self.closed:
                 self.turns.leave(job, 0.0)
         self.start_next()
 
@@ -194,6 +207,7 @@ class FairQueue:
             while (job := self.turns.take()) is not None:
                 if (waiter := self._waiters.pop(job, None)) is not None and not _wake(waiter):
                     self.turns.leave(job, 0.0)  # it waited on a loop that was closed
+                    self._left.add(job)
 
     def close(self) -> None:
         """End what waits with ``ClosedError``. May be called twice."""

@@ -157,7 +157,7 @@ def _decode_string(content: bytes, start: int, end: int) -> str:
         if plain and not piece.isascii():
             plain, made = False, [str(memoryview(content)[begin:start], "ascii")]
         text = msgspec.json.decode(b'"%s"' % piece, type=str)
-        if end - begin > MOST_WIDE and _is_wide(text):
+        if end - begin > MOST_WIDE and not text.isascii() and _is_wide(text):
             raise TooManyValues(f"more than {MOST_WIDE >> 20} MiB in a text with characters beyond Latin-1")
         if not plain:
             made.append(text)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -109,11 +109,9 @@ def prompt_of(stream: Stream) -> tuple[int, ...]:
     return stream.processed.work.prompt if stream.processed is not None else ()
 
 
-async def take_pieces(tokens: Sequence[Token], at_once: int) -> AsyncGenerator[Sequence[Token]]:
-    """Yield so many tokens at a time, and let others have their turn in between."""
+def take_pieces(tokens: Sequence[Token], at_once: int) -> Iterator[Sequence[Token]]:
+    """Yield so many tokens at a time."""
     for start in range(0, len(tokens), at_once):
-        if start:
-            await asyncio.sleep(0)
         yield tokens[start : start + at_once]
 
 
@@ -147,10 +145,12 @@ class _StreamedCall:
             tokens = await stream.next_tokens()  # what can go wrong has mostly gone wrong by now
             events = reply.begin(index, prompt_of(stream))
             while tokens:
-                async for some in take_pieces(tokens, at_once):
+                for some in take_pieces(tokens, at_once):
                     said = add_numbered(reply, index, some) if self._numbered else reply.add(index, some)
                     await self._send(events + said)
                     events = b""
+                    if len(some) < len(tokens):
+                        await asyncio.sleep(0)  # others' turn
                 self._written += len(tokens) * self._described
                 tokens = await stream.next_tokens()
         last = await self._write(partial(reply.end, index, check_output(stream)))
@@ -159,8 +159,9 @@ class _StreamedCall:
         return stream.output
 
     async def _write(self, write: Callable[[], bytes]) -> bytes:
-        """Encode an end, which of a response repeats all that was said."""
-        return await asyncio.to_thread(write) if self._written > MOST_DESCRIBED else write()
+        """Encode an end, which of a response repeats all likely tokens."""
+        many = self._described > 1 and self._written > MOST_DESCRIBED
+        return await asyncio.to_thread(write) if many else write()
 
     async def _send(self, events: bytes, *, last: bool = False) -> None:
         if not events:

@@ -90,8 +90,8 @@ def _check_repeated(asked: ResponsesBody) -> None:
         raise RequestError("metadata must have at most 16 texts of at most 512 characters, by names of at most 64")
     repeated = [asked.instructions, asked.text and asked.text.format, asked.tool_choice, asked.tools]
     if measure_values(repeated, MOST_REPEATED) > MOST_REPEATED or len(encode_json(repeated)) > MOST_REPEATED:
-        said = f"instructions, text, tool_choice and tools have more than {MOST_REPEATED} bytes of JSON in all"
-        raise RequestError(f"{said}, which a response repeats; send long texts as input")
+        said = f"instructions, text, tool_choice and tools are more than {MOST_REPEATED} bytes of JSON in all"
+        raise RequestError(f"{said}, each value counted as 64, which a response repeats; give fewer or shorter ones")
 
 
 def make_messages(given: str | Sequence[Mapping[str, Any]], instructions: str | None) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ gives the ``Last-Event-ID`` that it has, as browsers do (WHATWG HTML, 9.2), or `
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
@@ -38,8 +39,10 @@ async def resume_stream(pipe: Pipeline, exchange: Exchange, make_reply: Callable
             tokens = await stream.next_tokens()
             await exchange.start_events()
             while tokens:
-                async for some in take_pieces(tokens, MOST_DESCRIBED):
+                for some in take_pieces(tokens, MOST_DESCRIBED):
                     await exchange.send_events(add_numbered(reply, 0, some))
+                    if len(some) < len(tokens):
+                        await asyncio.sleep(0)  # others' turn
                 tokens = await stream.next_tokens()
         output = check_output(stream)
         reply.skip(0, stream.left_out)

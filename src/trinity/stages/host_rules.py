@@ -66,7 +66,7 @@ class GrammarState:
         if outputs and outputs[-1] in ends:  # a step that was begun before this end was known
             return _set_bits(np.zeros(0, dtype=np.uint8), ends, True), True
         matcher = self._follow(list(outputs))
-        allowed, mistaken = find_mask(matcher)
+        allowed, mistaken = find_mask(matcher, self._compiler.tokenizer)
         _set_bits(allowed, self._compiler.tokenizer.eos_tokens, False)
         goes_on = mistaken or bool(allowed.any())
         if mistaken or (goes_on and self._bans_all(allowed, outputs)):  # the text may be spelled by other tokens
