@@ -169,15 +169,19 @@ async def test_small_bodies_wait_for_no_large_one() -> None:
 
 async def test_a_client_s_body_waits_for_one_of_another_s_at_most() -> None:
     """At 82dc40f9 a small picture waited for all bodies of another client that had come before: 27 s behind twenty."""
-    bodies, order = JsonBodies(), list[str]()
+    bodies, order, held = JsonBodies(), list[str](), threading.Event()
+
+    def read(body: Any) -> None:
+        held.wait(60.0)
 
     async def parse(client: str) -> None:
-        await bodies.decode([b'{"a":"', b"A" * MIB, b'"}'], client, dict)
+        await bodies.decode([b'{"a":"', b"A" * MIB, b'"}'], client, read)
         order.append(client)
 
-    tasks = [asyncio.create_task(parse("a")) for _ in range(8)]
-    await asyncio.sleep(0)
-    await asyncio.gather(*tasks, asyncio.create_task(parse("b")))
+    tasks = [asyncio.create_task(parse(client)) for client in "aaaaaaaab"]
+    await asyncio.sleep(0)  # all of them wait, but for the first
+    held.set()
+    await asyncio.gather(*tasks)
     assert order.index("b") <= 1, order
     assert len(order) == 9
 
