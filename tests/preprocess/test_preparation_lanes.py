@@ -367,6 +367,27 @@ def test_a_loop_that_is_closed_amid_a_job_leaves_the_place_free() -> None:
     assert (queue.turns.running, queue.turns.waiting) == (0, 0)
 
 
+def test_a_loop_that_is_closed_as_a_job_begins_leaves_the_place_free() -> None:
+    """At 34716446 a job whose loop was closed before its task's first step kept the place for ever."""
+    for steps in range(6):
+        queue, loop = FairQueue(1), asyncio.new_event_loop()
+
+        async def begin(queue: FairQueue = queue, steps: int = steps) -> asyncio.Task[None]:
+            task = asyncio.ensure_future(queue.run_in_thread("a", lambda: None))
+            for _ in range(steps):
+                await asyncio.sleep(0)
+            return task
+
+        task = loop.run_until_complete(begin())
+        for each in asyncio.all_tasks(loop):
+            each._log_destroy_pending = False  # type: ignore[attr-defined]
+        task._log_destroy_pending = False  # type: ignore[attr-defined]
+        loop.close()
+        del task
+        gc.collect()
+        assert asyncio.run(asyncio.wait_for(queue.run_in_thread("b", lambda: "next"), 60.0)) == "next"
+
+
 async def test_an_error_of_work_in_a_thread_is_in_no_cycle() -> None:
     """At 6bb11732 a body that was refused, 40 MiB each time, stayed until the collector came."""
 

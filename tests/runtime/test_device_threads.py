@@ -248,7 +248,7 @@ THREADS: dict[tuple[str, str], Any] = {
     ("preprocess/sampling_door.py", "self._pool"): NONE,
     ("preprocess/url_fetch.py", "1"): NONE,
     ("preprocess/preparation_lanes.py", "places"): NONE,
-    ("preprocess/preparation_lanes.py", "run"): NONE,
+    ("preprocess/preparation_lanes.py", "None"): NONE,
     ("server/application.py", "make_embedding_request"): NONE,
     ("server/reply_loop.py", "write"): NONE,
     ("server/loop_watch.py", "self._thread.join"): NONE,

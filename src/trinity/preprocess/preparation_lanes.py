@@ -114,7 +114,7 @@ class FairQueue:
             finally:
                 leave()
 
-        running = asyncio.ensure_future(asyncio.to_thread(run))
+        running = asyncio.get_running_loop().run_in_executor(None, run)  # begun at once: the loop may be closed next
         running.add_done_callback(lambda _: leave())  # also where the loop's end came before the thread began
         try:
             return await asyncio.shield(running)
