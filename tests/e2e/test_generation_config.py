@@ -20,6 +20,7 @@ import torch
 import transformers
 from PIL import Image
 
+from support.arrivals import arrive_together
 from support.checkpoint_files import checkpoint
 from support.paths import PHOTOS
 from support.pipeline_options import pipeline_options
@@ -84,6 +85,8 @@ def checkpoint_with(folder: Path, name: str = "generation_config.json", **fields
 async def serve(model: Path, placement: str, requests: Sequence[Request], **settings: Any) -> list[Output]:
     chosen = {"dtype": "float32", "pools": {"image": 32, "kv": 400}, "rules": BatchRules(token_budget=13), **settings}
     async with Pipeline(model, placement, **pipeline_options(chosen)) as pipe:
+        if settings.get("reservation") == "optimistic" and len(pipe.hosts) == 1:
+            arrive_together(pipe, len(requests))
         return await asyncio.gather(*(pipe.complete(request) for request in requests))
 
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from support.hybrid_models import HELD, SERVED, build_hybrid, generated, hybrid_requests, zero_states
+from support.arrivals import arrive_together
+from support.hybrid_models import HELD, SERVED, TEXTS, build_hybrid, generated, hybrid_requests, zero_states
 from support.moved_streams import read_moving
 from support.pipeline_options import pipeline_options
 from trinity.core.scheduler import BatchRules
@@ -43,6 +44,8 @@ def serve(folder: Path, placement: str, length: int = 16, **options: Any) -> tup
     async def main() -> tuple[Tokens, list[Any]]:
         given = pipeline_options({"pools": {"kv": 64, "state": 3}, **COMMON, **options})
         async with Pipeline(folder, placement, **given) as pipe:
+            if given.get("reservation") == "optimistic" and len(pipe.hosts) == 1:
+                arrive_together(pipe, len(TEXTS))
             return await ask(pipe, length)
 
     return asyncio.run(main())

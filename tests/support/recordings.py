@@ -13,6 +13,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from support.arrivals import arrive_together
 from support.checkpoint_files import checkpoint
 from support.pipeline_options import pipeline_options
 from trinity.core.messages import Cancel, Encode, Prefill, Pull, Send, Step, Value, Work
@@ -139,7 +140,8 @@ class Served:
 def serve(model: Path, placement: Any, waves: Waves, **options: Any) -> Served:
     """Serve ``waves`` on one pipeline in float32: each starts when every request before it decodes.
 
-    Afterwards no block may be held and nothing remembered.
+    The first is all there before an only instance begins, if its reservation is optimistic: how many are preempted
+    would hang on the machine's load otherwise. Afterwards no block may be held and nothing remembered.
     """
     return asyncio.run(served(model, placement, waves, **options))
 
@@ -151,6 +153,8 @@ async def served(model: Path, placement: Any, waves: Waves, **options: Any) -> S
             model, placement, dtype="float32", observe=found.observe, **pipeline_options(options)
         ) as pipe:
             found.record.attach(pipe)
+            if options.get("reservation") == "optimistic" and len(pipe.hosts) == 1:
+                arrive_together(pipe, len(waves[0]))
             async with asyncio.TaskGroup() as group:
                 for wave in waves:
                     begun = [asyncio.Event() for _ in wave]
