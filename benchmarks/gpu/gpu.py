@@ -30,7 +30,8 @@ from benchmarks.setting import Setting
 from trinity.costs.model_config import read_model_shape
 from trinity.costs.step_cost import Device
 from trinity.errors import TrinityError
-from trinity.stages.attention.backends import BACKENDS, CacheKind, choose_backends, pick_backend
+from trinity.stages.attention.backends import BACKENDS, choose_backends, pick_backend
+from trinity.stages.attention.choice import CacheKind
 from trinity.stages.models import load_model
 from trinity.transport import make_transport
 

@@ -64,7 +64,8 @@ def run(setting: Setting) -> Result:
     """Raises ``ConfigError`` where the extension has no attention."""
     import torch
 
-    from trinity.stages.attention.backends import CacheKind, pick_backend
+    from trinity.stages.attention.backends import pick_backend
+    from trinity.stages.attention.choice import CacheKind
 
     pick_backend("native", CacheKind((LAYERS, 2, KV_HEADS, HEIGHT, WIDTH), torch.float32, torch.device("cpu")))
     batches, contexts, layers = ((1, 16), (64,), 2) if setting.quick else (BATCHES, CONTEXTS, LAYERS)

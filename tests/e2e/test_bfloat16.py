@@ -12,7 +12,8 @@ from support.checkpoint_files import checkpoint
 from support.exact_pipelines import requests
 from support.pipeline_options import pipeline_options
 from trinity import Instance, Pipeline
-from trinity.stages.attention.backends import CacheKind, pick_backend
+from trinity.stages.attention.backends import pick_backend
+from trinity.stages.attention.choice import CacheKind
 
 KIND = CacheKind((1, 2, 1, 16, 8), torch.bfloat16, torch.device("cpu"))
 BACKENDS = sorted({"torch", pick_backend("auto", KIND)})

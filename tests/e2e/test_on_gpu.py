@@ -19,7 +19,8 @@ from trinity.core.messages import Encode, ResolvedSampling, Step, Work
 from trinity.memory.block_memory import BlockMemory
 from trinity.request import Sampling
 from trinity.stages.attention import backends
-from trinity.stages.attention.backends import CacheKind, choose_backends, pick_backend
+from trinity.stages.attention.backends import choose_backends, pick_backend
+from trinity.stages.attention.choice import CacheKind
 from trinity.stages.attention.measurement import measure_backends
 from trinity.stages.cuda_graphs import GraphCache, make_graph_cache
 from trinity.stages.encode import EncodeStage

@@ -14,8 +14,9 @@ from PIL import Image
 from support.checkpoint_files import checkpoint
 from support.recordings import MULTIMODAL
 from trinity.errors import UnsupportedModel
-from trinity.preprocess.loader import LoadedProcessor, load_tokenizer_and_processor
+from trinity.preprocess.loader import load_tokenizer_and_processor
 from trinity.preprocess.media_items import ItemReader, _is_repeated
+from trinity.preprocess.media_kinds import LoadedProcessor
 from trinity.preprocess.media_limits import MediaProblem
 from trinity.preprocess.processor import RequestProcessor
 from trinity.request import Request

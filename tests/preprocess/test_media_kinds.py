@@ -12,8 +12,8 @@ import torch
 from support.checkpoint_files import checkpoint
 from trinity.errors import BadMedia, ConfigError
 from trinity.preprocess import media_kinds
-from trinity.preprocess.loader import LoadedProcessor
 from trinity.preprocess.media_kinds import (
+    LoadedProcessor,
     MediaItem,
     MediaKind,
     ModelFiles,

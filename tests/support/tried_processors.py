@@ -11,7 +11,8 @@ from transformers import AutoTokenizer
 
 from support.checkpoint_files import checkpoint
 from trinity.preprocess.checkpoint import read_config
-from trinity.preprocess.loader import LoadedProcessor, load_processor, load_tokenizer_and_processor
+from trinity.preprocess.loader import load_processor, load_tokenizer_and_processor
+from trinity.preprocess.media_kinds import LoadedProcessor
 from trinity.preprocess.processor import ProcessedRequest, RequestProcessor
 from trinity.preprocess.verdicts import MediaFacts, on_trial
 from trinity.request import Request

@@ -11,7 +11,7 @@ from itertools import islice
 
 from trinity.errors import TraceTooShort
 from trinity.planner.confirmation import find_leaders
-from trinity.planner.explain import format_figure
+from trinity.planner.plan import format_figure
 from trinity.planner.problem import PlanningProblem
 from trinity.planner.search import SearchResult, is_same_deployment, rank_results
 from trinity.planner.strategy_result import StrategyResult

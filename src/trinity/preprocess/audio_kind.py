@@ -21,9 +21,8 @@ from trinity.preprocess.audio import BYTES_LIMIT, audio_digest, make_plain_audio
 from trinity.preprocess.image_calls import TEXT_KEYS
 from trinity.preprocess.image_kind import reserved_tokens
 from trinity.preprocess.libraries import library_version
-from trinity.preprocess.loader import LoadedProcessor
 from trinity.preprocess.media_costs import Price
-from trinity.preprocess.media_kinds import MediaItem, MediaKind, ModelFiles, Placeholder
+from trinity.preprocess.media_kinds import LoadedProcessor, MediaItem, MediaKind, ModelFiles, Placeholder
 from trinity.preprocess.media_limits import Estimate, MediaBudget, MediaLimits, MediaProblem
 from trinity.preprocess.model_types import explain_how_to_add
 from trinity.preprocess.own_processor import name_class

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from trinity.preprocess.loader import LoadedProcessor
+from trinity.preprocess.media_kinds import LoadedProcessor
 from trinity.preprocess.seams import Seams, find_seams
 
 if TYPE_CHECKING:

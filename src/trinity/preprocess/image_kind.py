@@ -6,8 +6,8 @@ from trinity.errors import ConfigError, UnsupportedModel
 from trinity.preprocess.front_images import FrontReader
 from trinity.preprocess.image_reader import ImageReader
 from trinity.preprocess.image_sizes import guard_resizes
-from trinity.preprocess.loader import IMAGE_TEXT, ImageText, LoadedProcessor, make_channels_contiguous
-from trinity.preprocess.media_kinds import MediaKind, ModelFiles, Placeholder
+from trinity.preprocess.loader import IMAGE_TEXT, ImageText, make_channels_contiguous
+from trinity.preprocess.media_kinds import LoadedProcessor, MediaKind, ModelFiles, Placeholder
 from trinity.preprocess.media_limits import MediaLimits
 from trinity.preprocess.model_types import explain_how_to_add
 

@@ -6,11 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 from trinity.errors import BadMedia
 from trinity.preprocess.colours import Transparency
-from trinity.preprocess.loader import LoadedProcessor
 from trinity.preprocess.media import make_plain, price_picture, read_image, size_of
 from trinity.preprocess.media_costs import Price, price_processing
 from trinity.preprocess.media_items import ItemReader
-from trinity.preprocess.media_kinds import MediaItem
+from trinity.preprocess.media_kinds import LoadedProcessor, MediaItem
 from trinity.preprocess.media_limits import Estimate, MediaBudget, MediaLimits, MediaProblem, check_pixels
 from trinity.preprocess.url_fetch import UrlFetcher
 from trinity.request import Media

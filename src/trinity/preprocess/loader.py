@@ -24,7 +24,7 @@ from trinity.preprocess.colours import Transparency
 from trinity.preprocess.internvl_config import has_internvl_chat
 from trinity.preprocess.internvl_parts import PROCESSOR, make_internvl_processor
 from trinity.preprocess.libraries import explain_library
-from trinity.preprocess.media_kinds import ModelFiles, Placeholder, kind_names, list_kinds
+from trinity.preprocess.media_kinds import LoadedProcessor, ModelFiles, Placeholder, kind_names, list_kinds
 from trinity.preprocess.model_files import check_files
 from trinity.preprocess.model_types import check_config, explain_how_to_add
 from trinity.preprocess.own_processor import GivenProcessor, adopt_processor, check_processor
@@ -99,53 +99,6 @@ VIDEO_TEXT: dict[str, VideoText] = {
     "video_llama_3": VideoText(),
 }
 """Types whose videos are compared with ``generate()``, by transformers' ``model_type``: others take none here."""
-
-
-class LoadedProcessor(msgspec.Struct, frozen=True):
-    """Config, tokenizer and processor of one model.
-
-    - ``config``, ``tokenizer``: as transformers loads them.
-    - ``processor``: the model's own; None for a text-only model.
-    - ``last_call``: of this thread: ``text`` is what the processor passed to its tokenizer last, ``special`` if special
-      tokens were to be added, ``pixels`` is what its resizes may still make.
-    - ``eos_ids``: token ids that end an output.
-    - ``placeholders``: by kind of media.
-    - ``media_token_ids``: ids of the prompt's rows that features replace.
-    - ``run_tokenizer``: tokenizes texts with expanded placeholders.
-    - ``atomic`` (False): as in ``ImageText``.
-    - ``whole_prompt``, ``together``, ``refused``, ``single``, ``in_front``: as in ``MediaFacts``.
-    - ``writer`` (None): config of the text model, where ``MediaFacts.text_writes``.
-    - ``pools_images`` (False): the class pools an image to one row, its embedding.
-    - ``special_ids`` ({}): ids of special tokens by their text, which outputs do not show.
-    - ``tiles`` (""): as in ``ImageText``.
-    - ``video_tail`` (0): as in ``VideoText``.
-    - ``beside`` (""): as in ``MediaFacts``.
-    - ``transparency`` ("white"): what becomes of transparent pixels.
-    - ``clip_tokens`` (0): the fewest tokens of a clip that the model takes, by its proof; 0: none was run.
-    """
-
-    config: Any
-    tokenizer: Any
-    processor: Any
-    last_call: threading.local
-    eos_ids: frozenset[int]
-    placeholders: dict[str, Placeholder]
-    media_token_ids: frozenset[int]
-    run_tokenizer: RunTokenizer
-    atomic: bool = False
-    whole_prompt: bool = False
-    together: frozenset[int] = frozenset()
-    refused: dict[str, str] = {}
-    single: bool = False
-    in_front: bool = False
-    writer: Any = None
-    pools_images: bool = False
-    special_ids: dict[str, int] = {}
-    tiles: str = ""
-    video_tail: int = 0
-    clip_tokens: int = 0
-    beside: str = ""
-    transparency: Transparency = "white"
 
 
 def load_tokenizer_and_processor(

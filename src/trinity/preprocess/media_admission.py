@@ -8,8 +8,7 @@ from collections.abc import Sequence
 
 from trinity.errors import BadMedia, RequestError
 from trinity.errors.plain_values import is_address
-from trinity.preprocess.loader import LoadedProcessor
-from trinity.preprocess.media_kinds import MediaKind
+from trinity.preprocess.media_kinds import LoadedProcessor, MediaKind
 from trinity.preprocess.media_limits import MediaLimits
 from trinity.request import Media, Request
 

@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 from trinity.errors import ConfigError, UnsupportedModel
 from trinity.preprocess.image_calls import ImageCalls, Made
 from trinity.preprocess.image_sizes import count_bytes, predict_pixels
-from trinity.preprocess.loader import LoadedProcessor
 from trinity.preprocess.media import image_digest, size_of
-from trinity.preprocess.media_kinds import MediaItem
+from trinity.preprocess.media_kinds import LoadedProcessor, MediaItem
 from trinity.preprocess.media_limits import Estimate, MediaLimits, MediaProblem
 from trinity.preprocess.own_processor import name_class
 from trinity.preprocess.seams import Seams

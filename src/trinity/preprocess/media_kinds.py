@@ -7,6 +7,7 @@ A ``MediaKind`` says what belongs to a kind whatever the model: its content part
 from __future__ import annotations
 
 import functools
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from importlib import import_module
@@ -16,11 +17,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 import msgspec
 
 from trinity.errors import ConfigError, describe_error
+from trinity.preprocess.colours import Transparency
+from trinity.preprocess.placeholder_runs import RunTokenizer
 
 if TYPE_CHECKING:
-    import threading
-
-    from trinity.preprocess.loader import LoadedProcessor
     from trinity.preprocess.media_costs import Price
     from trinity.preprocess.media_limits import MediaBudget, MediaLimits
 
@@ -93,6 +93,53 @@ class ModelFiles(msgspec.Struct, frozen=True):
     audio_token: str | None = None
     other_ids: frozenset[int] = frozenset()
     in_front: bool = False
+
+
+class LoadedProcessor(msgspec.Struct, frozen=True):
+    """Config, tokenizer and processor of one model.
+
+    - ``config``, ``tokenizer``: as transformers loads them.
+    - ``processor``: the model's own; None for a text-only model.
+    - ``last_call``: of this thread: ``text`` is what the processor passed to its tokenizer last, ``special`` if special
+      tokens were to be added, ``pixels`` is what its resizes may still make.
+    - ``eos_ids``: token ids that end an output.
+    - ``placeholders``: by kind of media.
+    - ``media_token_ids``: ids of the prompt's rows that features replace.
+    - ``run_tokenizer``: tokenizes texts with expanded placeholders.
+    - ``atomic`` (False): as in ``ImageText``.
+    - ``whole_prompt``, ``together``, ``refused``, ``single``, ``in_front``: as in ``MediaFacts``.
+    - ``writer`` (None): config of the text model, where ``MediaFacts.text_writes``.
+    - ``pools_images`` (False): the class pools an image to one row, its embedding.
+    - ``special_ids`` ({}): ids of special tokens by their text, which outputs do not show.
+    - ``tiles`` (""): as in ``ImageText``.
+    - ``video_tail`` (0): as in ``VideoText``.
+    - ``beside`` (""): as in ``MediaFacts``.
+    - ``transparency`` ("white"): what becomes of transparent pixels.
+    - ``clip_tokens`` (0): the fewest tokens of a clip that the model takes, by its proof; 0: none was run.
+    """
+
+    config: Any
+    tokenizer: Any
+    processor: Any
+    last_call: threading.local
+    eos_ids: frozenset[int]
+    placeholders: dict[str, Placeholder]
+    media_token_ids: frozenset[int]
+    run_tokenizer: RunTokenizer
+    atomic: bool = False
+    whole_prompt: bool = False
+    together: frozenset[int] = frozenset()
+    refused: dict[str, str] = {}
+    single: bool = False
+    in_front: bool = False
+    writer: Any = None
+    pools_images: bool = False
+    special_ids: dict[str, int] = {}
+    tiles: str = ""
+    video_tail: int = 0
+    clip_tokens: int = 0
+    beside: str = ""
+    transparency: Transparency = "white"
 
 
 class KindReader(Protocol):

@@ -9,8 +9,7 @@ import msgspec
 
 from trinity.preprocess.chat_template import ChatTemplate
 from trinity.preprocess.control_tokens import ControlTokens, HiddenTokens, render_safely
-from trinity.preprocess.loader import LoadedProcessor
-from trinity.preprocess.media_kinds import Placeholder
+from trinity.preprocess.media_kinds import LoadedProcessor, Placeholder
 from trinity.preprocess.prompt import PromptText, build_chat, check_in_front, split_at_markers, split_rendered_chat
 from trinity.preprocess.prompt_problem import PromptProblem
 from trinity.request import Request

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from trinity.preprocess.control_tokens import HiddenTokens
-from trinity.preprocess.loader import LoadedProcessor
+from trinity.preprocess.media_kinds import LoadedProcessor
 from trinity.preprocess.prompt import PromptText
 from trinity.preprocess.seams import Seams
 from trinity.preprocess.tokenizer_files import READS_WHOLE_TEXTS

@@ -34,7 +34,8 @@ from trinity.memory import native
 from trinity.preprocess.processor import RequestProcessor
 from trinity.runtime.host import LoadedInstance
 from trinity.runtime.profiler_lanes import LaneThreads, measure_interference
-from trinity.stages.attention.backends import CacheKind, choose_backends
+from trinity.stages.attention.backends import choose_backends
+from trinity.stages.attention.choice import CacheKind
 from trinity.stages.base import Stage
 
 MEAN_CONTEXT = 512  # tokens of context of a profiled decode row, or half the model's context if that is less

@@ -105,9 +105,10 @@ class ModelServer:
             )
         ]
         routes.append(Route("/v1/models/{name:path}", Endpoint(self, "/v1/models/", self.show_model), methods=["GET"]))
+        live = list_live_routes(self.pipe, self._is_drained) if self.config.live else []
         routes += [
             Route(path, Endpoint(self, path, handle, keyless=keyless), methods=[method])
-            for path, method, handle, keyless in list_live_routes(self)
+            for path, method, handle, keyless in live
         ]
         made = Starlette(routes=routes, exception_handlers={HTTPException: show_http_error})
         made.state.server = self
@@ -125,6 +126,9 @@ class ModelServer:
         if scheme != b"bearer" or not any(matches):
             text = "send one of the server's keys as Authorization: Bearer KEY"
             raise ApiError(401, "invalid_api_key", text, headers={"www-authenticate": "Bearer"})
+
+    def _is_drained(self) -> bool:
+        return self.draining and not self.active
 
     def name_client(self, exchange: Exchange) -> str:
         """Name a client for the turns that requests have: by its key, or the address that it comes from."""

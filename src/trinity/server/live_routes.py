@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
-from typing import TYPE_CHECKING
 
 import msgspec
 
@@ -12,12 +11,10 @@ from trinity.errors import ConfigError, Overloaded
 from trinity.pipeline.live_feed import LiveFeed
 from trinity.pipeline.live_page import live_policy, read_live_page
 from trinity.pipeline.live_plan import LivePlanner
+from trinity.pipeline.pipeline import Pipeline
 from trinity.server.connection import Exchange
 from trinity.server.error_table import ApiError
 from trinity.server.protocol import encode_json
-
-if TYPE_CHECKING:
-    from trinity.server.application import ModelServer
 
 MOST_VIEWERS = 64
 LONGEST_TTFT_S, LONGEST_TBT_S = 120.0, 10.0  # of an SLO to plan for: a trace is made ten TTFT bounds long
@@ -40,11 +37,14 @@ class LiveRoutes:
     """The live page of one server.
 
     The page has no data and needs no key; its stream and its plans need one where the server has keys.
+
+    - ``pipe``: the pipeline that it shows.
+    - ``drained``: tells if the server takes no more requests and has ended all that it had.
     """
 
-    def __init__(self, server: ModelServer) -> None:
-        self._server = server
-        self.feed, self._planner = LiveFeed(server.pipe), LivePlanner(server.pipe)
+    def __init__(self, pipe: Pipeline, drained: Callable[[], bool]) -> None:
+        self._drained = drained
+        self.feed, self._planner = LiveFeed(pipe), LivePlanner(pipe)
 
     async def show_page(self, exchange: Exchange) -> None:
         """Send the page."""
@@ -62,7 +62,7 @@ class LiveRoutes:
             async with aclosing(self.feed.follow()) as snapshots:
                 async for snapshot in snapshots:
                     await exchange.send_events(b"data: " + snapshot + b"\n\n")
-                    if self._server.draining and not self._server.active:
+                    if self._drained():
                         break
             await exchange.send_events(b"", last=True)
 
@@ -81,11 +81,12 @@ class LiveRoutes:
             raise ApiError(400, "no_plan", str(error)) from None
 
 
-def list_live_routes(server: ModelServer) -> list[tuple[str, str, Callable[[Exchange], Awaitable[None]], bool]]:
-    """List path, method, handler, and whether it needs no key; none where the page is switched off."""
-    if not server.config.live:
-        return []
-    routes = LiveRoutes(server)
+LiveRoute = tuple[str, str, Callable[[Exchange], Awaitable[None]], bool]
+
+
+def list_live_routes(pipe: Pipeline, drained: Callable[[], bool]) -> list[LiveRoute]:
+    """List path, method, handler, and whether it needs no key."""
+    routes = LiveRoutes(pipe, drained)
     return [
         ("/live", "GET", routes.show_page, True),
         ("/live/events", "GET", routes.send_snapshots, False),

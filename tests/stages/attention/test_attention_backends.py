@@ -20,7 +20,8 @@ from trinity.remote.wire import Setup, decode, encode
 from trinity.runtime.host import LoadedInstance
 from trinity.runtime.loader import ServingConfig, load_instances
 from trinity.stages.attention import backends
-from trinity.stages.attention.backends import BACKENDS, BackendSpec, CacheKind, make_backend, pick_backend
+from trinity.stages.attention.backends import BACKENDS, BackendSpec, make_backend, pick_backend
+from trinity.stages.attention.choice import CacheKind
 from trinity.stages.attention.native import NativeAttention
 from trinity.stages.attention.torch_reference import TorchAttention
 from trinity.stages.language import LanguageStage

@@ -28,7 +28,8 @@ from support import attention_libraries as libraries
 from support.attention_scenes import LAYER, LAYERS, Scene, Text
 from trinity.errors import ConfigError
 from trinity.stages.attention import backends, probe
-from trinity.stages.attention.backends import BACKENDS, CacheKind, pick_backend
+from trinity.stages.attention.backends import BACKENDS, pick_backend
+from trinity.stages.attention.choice import CacheKind
 from trinity.stages.attention.flash_infer import PLAN_TURNS, FlashInferAttention, PageLists, PlanKind, PlannedWrapper
 from trinity.stages.attention.interface import AttentionParams, PagedRows
 from trinity.stages.attention.library import FlashAttention3

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from support.attention_scenes import LAYER, Scene, Text, asks, texts
 from trinity.errors import ConfigError
 from trinity.memory import native
-from trinity.stages.attention.backends import CacheKind, pick_backend
+from trinity.stages.attention.backends import pick_backend
+from trinity.stages.attention.choice import CacheKind
 from trinity.stages.attention.interface import AttentionParams, ChunkRows, PagedRows
 from trinity.stages.attention.native import LONG_CHUNK, MANY_ROW_KERNELS, NativeAttention, has_many_rows
 from trinity.stages.attention.torch_reference import TorchAttention

@@ -16,7 +16,8 @@ from support.attention_scenes import LAYER, LAYERS, Scene, Text
 from trinity.errors import ConfigError
 from trinity.stages.attention import backends
 from trinity.stages.attention import flash as attention_flash
-from trinity.stages.attention.backends import BACKENDS, CacheKind, make_backend, pick_backend
+from trinity.stages.attention.backends import BACKENDS, make_backend, pick_backend
+from trinity.stages.attention.choice import CacheKind
 from trinity.stages.attention.flash import (
     FlashAttention,
     call_flash_attn,

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from trinity.stages.attention import backends, measurement
-from trinity.stages.attention.backends import BACKENDS, BackendSpec, CacheKind, choose_backends
+from trinity.stages.attention.backends import BACKENDS, BackendSpec, choose_backends
 from trinity.stages.attention.choice import (
     MOST_CHOICES,
+    CacheKind,
     MeasuredChoice,
     StepChoice,
     choice_path,

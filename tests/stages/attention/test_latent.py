@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from trinity.errors import ConfigError, UnsupportedModel
-from trinity.stages.attention.backends import CacheKind, pick_backend
+from trinity.stages.attention.backends import pick_backend
+from trinity.stages.attention.choice import CacheKind
 from trinity.stages.attention.interface import AttentionParams, ChunkRows, PagedBatch, PagedRows, paged_attention
 from trinity.stages.attention.latent import expands_latents, find_latent_width, watch_expansions
 from trinity.stages.attention.torch_reference import TorchAttention

@@ -19,7 +19,8 @@ pytest.importorskip("triton", reason="triton is not installed: pip install trito
 from support.attention_scenes import LAYER, LAYERS, Scene, Text
 from support.interpreted_fp8 import exact_fp8
 from trinity.errors import ConfigError
-from trinity.stages.attention.backends import CacheKind, pick_backend
+from trinity.stages.attention.backends import pick_backend
+from trinity.stages.attention.choice import CacheKind
 from trinity.stages.attention.fp8 import FP8, find_spoilt, round_to, storage
 from trinity.stages.attention.interface import AttentionParams, PagedRows
 from trinity.stages.attention.probe import find_fault

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from trinity.errors import ConfigError
 from trinity.placement import METHODS, Placement
 from trinity.planner import Candidate, Plan
-from trinity.planner.explain import STAGE_NAMES, UNITS, devices_in_words, format_figure
+from trinity.planner.plan import STAGE_NAMES, UNITS, devices_in_words, format_figure
 from trinity.report.plots.drawing import (
     RED,
     SERIES,

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from trinity.errors import ConfigError, UnknownName, pip_install
 from trinity.memory import native
+from trinity.stages.attention.choice import CacheKind
 
 if TYPE_CHECKING:
     import torch
@@ -35,24 +36,6 @@ FLASHINFER_HEADS = (64, 128, 256)  # head sizes of which FlashInfer has kernels
 REFERENCE = "torch"  # what the others are held to: in no line of a GPU's while another can serve
 FP8_NAME = "torch.float8_e4m3fn"
 FP8_CAPABILITY = (8, 9)  # the first with conversions and products of E4M3
-
-
-@dataclass(frozen=True, slots=True)
-class CacheKind:
-    """KV cache that a backend must serve.
-
-    - ``shape``: a block's, [layers, 2, kv_heads, rows, head_dim].
-    - ``heads`` (None): query heads of a layer; None: as many as KV heads.
-    """
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-    heads: int | None = None
-
-    @property
-    def query_heads(self) -> int:
-        return self.heads or self.shape[2]
 
 
 @dataclass(frozen=True, slots=True)

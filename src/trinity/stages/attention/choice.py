@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import platform
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cache
 from importlib import metadata
 from pathlib import Path
@@ -21,13 +22,32 @@ from trinity.errors.cache_files import cache_folder, read_cached, write_cached
 from trinity.memory import native
 
 if TYPE_CHECKING:
-    from trinity.stages.attention.backends import CacheKind
+    import torch
+
     from trinity.stages.attention.measurement import CaseTimes
 
 PACKAGES = ("trinity-epd", "torch", "triton", "flash-attn", "flash-attn-3", "flashinfer-python", "flashinfer-jit-cache")
 NOISE_MARGIN = 0.03  # a backend that is slower than the fastest by less may be chosen: the first in line
 MOST_CHOICES = 64  # files
 _MOST_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class CacheKind:
+    """KV cache that a backend must serve.
+
+    - ``shape``: a block's, [layers, 2, kv_heads, rows, head_dim].
+    - ``heads`` (None): query heads of a layer; None: as many as KV heads.
+    """
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    heads: int | None = None
+
+    @property
+    def query_heads(self) -> int:
+        return self.heads or self.shape[2]
 
 
 class StepChoice(msgspec.Struct, frozen=True):
