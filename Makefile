@@ -15,7 +15,7 @@ ifneq ($(shell test -x $(PY) && $(PY) -c 'import os, trinity; print(os.path.same
 $(shell rm -f $(STAMP))
 endif
 
-.PHONY: setup demo demo-text plan test test-all test-exact test-load server-load server-kills server-soak server-attack kills buddies virtual hostile test-gpu gpu-bundle check style types layers sizes aims house format bench bench-peers asan docs models mutants clean
+.PHONY: setup demo demo-text plan test test-all test-exact test-load server-load server-kills server-soak server-attack kills buddies virtual hostile test-gpu gpu-bundle check style types layers aims house format bench bench-peers asan docs models mutants clean
 .DELETE_ON_ERROR:
 
 setup: $(STAMP)
@@ -104,7 +104,7 @@ gpu-bundle: $(STAMP)
 
 # Two at a time: types are half of the work.
 check: $(STAMP)
-	@$(MAKE) --no-print-directory -j 2 types layers style sizes aims
+	@$(MAKE) --no-print-directory -j 2 types layers style aims
 
 style: $(STAMP)
 	$(PY) -m ruff check .
@@ -116,10 +116,7 @@ layers: $(STAMP)
 	$(PY) tools/check_imports.py
 	$(VENV)/bin/lint-imports --no-logo --cache-dir build/import-linter
 
-sizes: $(STAMP)
-	$(PY) tools/check_sizes.py
-
-# The aims of docs/house.md; tests serve the image whose way `make house` prints.
+# The limits and bounds of docs/house.md; tests serve the image whose way `make house` prints.
 aims: $(STAMP)
 	$(PY) tools/house.py --check --no-walk
 

@@ -1,7 +1,7 @@
-"""Checks that import-linter lacks: imports that a core must never make, in whatever form, and import cycles.
+"""Checks that import-linter lacks: imports that a core must never make, in whatever form.
 
-An import inside a function counts; one under ``if TYPE_CHECKING`` counts for a core (it names what the core must not
-know), not for cycles (it never runs). Modules of the package import each other by their own names, never through
+An import inside a function counts, and so does one under ``if TYPE_CHECKING``: it names what the core must not know.
+``tools/house.py`` finds import cycles. Modules of the package import each other by their own names, never through
 ``trinity`` itself, whose public names are loaded lazily from all of them.
 """
 
@@ -10,7 +10,6 @@ from __future__ import annotations
 import ast
 import sys
 from collections.abc import Iterator
-from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 PACKAGE = "trinity"
@@ -85,29 +84,10 @@ def apart(found: dict[str, Path]) -> Iterator[str]:
                 yield f"{path}:{line} {name} imports {target}: stages and transport meet in instance alone"
 
 
-def cycle(found: dict[str, Path]) -> list[str]:
-    """The modules of one import cycle, or none."""
-
-    def module_of(target: str) -> str:
-        return target if target in found else target.rpartition(".")[0]
-
-    graph = {
-        name: {module_of(target) for _, target in imports(path, type_only=False)} & set(found) - {name}
-        for name, path in found.items()
-    }
-    try:
-        TopologicalSorter(graph).prepare()
-    except CycleError as error:
-        return list(error.args[1])
-    return []
-
-
 def main(source: Path) -> int:
     found = modules(source)
     problems = [*impure(found), *roundabout(found), *apart(found), *packages(found)]
-    if around := cycle(found):
-        problems.append("import cycle: " + " → ".join(around))
-    print("\n".join(problems) or f"{len(found)} modules: no cycle, cores pure")
+    print("\n".join(problems) or f"{len(found)} modules: cores pure")
     return 1 if problems else 0
 
 
