@@ -19,7 +19,9 @@ from typing import Any
 
 import msgspec
 
-from trinity.testing.type_trials import CHECKED, LISTED, NOT_SERVED, Row, count_processors, list_work, shorten
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+
+from support.any_model.trials import CHECKED, LISTED, NOT_SERVED, Row, count_processors, list_work, shorten
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs/models.md"

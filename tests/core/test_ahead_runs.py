@@ -9,8 +9,8 @@ import pytest
 
 from support.core_tables import work
 from support.scenarios import PLACEMENTS, random_cluster
+from support.virtual.cluster import Durations, VirtualCluster, make_settings
 from trinity.core.messages import Step, Stepped, Value, Work
-from trinity.testing.virtual import Durations, VirtualCluster, make_settings
 
 
 class Seen:

@@ -11,6 +11,7 @@ from support.core_tables import work
 from support.scenarios import random_cluster
 from support.thinned import thinned
 from support.tight_pools import flood
+from support.virtual.cluster import Durations, VirtualCluster, make_settings
 from trinity.core.block_pool import prefix_keys
 from trinity.core.frontend import FrontendCore
 from trinity.core.instance import admission, arrival, instance_core, lifecycle, steps
@@ -23,7 +24,6 @@ from trinity.core.instance.state import State
 from trinity.core.messages import Cancel, Commit, Forget, Offer, Send, Value
 from trinity.core.migration import kv_source, kv_target, leases, source, target
 from trinity.core.scheduler import BatchRules
-from trinity.testing.virtual import Durations, VirtualCluster, make_settings
 
 ENOUGH = 1500
 Patch = Callable[[pytest.MonkeyPatch], None]

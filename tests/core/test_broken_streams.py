@@ -1,7 +1,7 @@
 """Prompts that stream to where they decode, in virtual time: what has come outlives the instance that prefilled it.
 
 ``streaming_cluster(seed, POLICY).run()`` repeats a run. Each block that can be matched is compared with what its key
-says as it is published (``trinity.testing.matchable``), however its transfer broke off.
+says as it is published (``support.virtual.matchable``), however its transfer broke off.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ from msgspec.structs import replace
 from support.reader_checks import check_readers
 from support.streaming_clusters import streaming_cluster, strike_streams
 from support.thinned import thinned
+from support.virtual.cluster import VirtualCluster
+from support.virtual.fetch_rules import FetchRules
+from support.virtual.matchable import Matchable
 from trinity.core.failure_policy import FailurePolicy
 from trinity.core.instance import arrival
 from trinity.core.instance.prefix_fetches import PrefixFetches
@@ -23,9 +26,6 @@ from trinity.core.instance.state import State
 from trinity.core.messages import Fetched, Release, Send
 from trinity.core.migration import kv_target, lost_transfers, prefix_fetch
 from trinity.core.migration.pull_progress import Piece, PullProgress
-from trinity.testing.fetch_rules import FetchRules
-from trinity.testing.matchable import Matchable
-from trinity.testing.virtual import VirtualCluster
 
 POLICY = FailurePolicy(recoveries=20, wait_s=10.0)
 AT_ALL = 60

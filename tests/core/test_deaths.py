@@ -12,10 +12,10 @@ import pytest
 
 from support.core_tables import work
 from support.deadly import deadly_cluster
+from support.virtual.cluster import Durations, VirtualCluster, make_settings
 from trinity.core.instance import instance_core
 from trinity.core.instance.state import State
 from trinity.core.messages import Gone, Moved, PeerDown, PeerUp, Send, Step, Value
-from trinity.testing.virtual import Durations, VirtualCluster, make_settings
 
 AT_ALL = 50
 POOLS = {"image": 16, "kv": 32}

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from support.core_tables import make_frontend, peer_up, work
 from support.departing import count, run
 from support.moving import POLICY
+from support.virtual.cluster import VirtualCluster, make_settings
 from trinity.core import departures
 from trinity.core.block_pool import blocks_for
 from trinity.core.departures import ASK_AGAIN_S, JUDGE_AGAIN_S, MESSAGES_S, MOST_AT_ONCE, UNMEASURED_PULL_S, Departures
@@ -36,7 +37,6 @@ from trinity.core.messages import (
     Value,
 )
 from trinity.core.peer_exit import PeerLeaving
-from trinity.testing.virtual import VirtualCluster, make_settings
 
 PEERS = "P0 D0 D1 D2"
 GOES = PeerLeaving("D0", 0, leaving=True)

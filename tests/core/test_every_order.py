@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from support.core_tables import work
 from support.every_order import Search
 from support.thinned import thinned
+from support.virtual.cluster import make_settings
 from trinity.core import frontend_losses
 from trinity.core.frontend import Abort
 from trinity.core.instance.request_state import RequestState
@@ -17,7 +18,6 @@ from trinity.core.instance.state import State
 from trinity.core.messages import Gone, Moved, Submit, Value
 from trinity.core.scheduler import BatchRules
 from trinity.core.transfers import TransferPolicy
-from trinity.testing.virtual import make_settings
 
 IMAGE = Submit(work("r", 1, "cat*4", max_tokens=3))
 TEXT = Submit(work("s", 2, max_tokens=2))

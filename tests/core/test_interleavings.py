@@ -1,4 +1,4 @@
-"""Interleavings of whole placements, each checked after every event (``trinity.testing.checks``): a fortieth of the
+"""Interleavings of whole placements, each checked after every event (``support.virtual.checks``): a fortieth of the
 first thousands in each run, all of them and 40,000 more in ``make test-all``.
 
 A failure names its seed: ``random_cluster(seed).run()`` in ``tests/support/scenarios.py`` repeats it, on any machine.
@@ -18,10 +18,10 @@ from support.core_tables import work
 from support.paths import PYTHON_PATH
 from support.scenarios import PLACEMENTS, Linear, random_cluster, roomy_cluster
 from support.tight_pools import TIGHT, flood, same_size
+from support.virtual.cluster import Durations, Faults, VirtualCluster, make_settings, predict_steps
+from support.virtual.conversation import ends_lease_early
 from trinity.core.messages import Pull, Release, Revoke, Send, Step, Value, Withdraw
 from trinity.core.scheduler import BatchRules
-from trinity.testing.conversation import ends_lease_early
-from trinity.testing.virtual import Durations, Faults, VirtualCluster, make_settings, predict_steps
 
 PER_PLACEMENT, IN_EACH_RUN = 120, 3
 

@@ -2,7 +2,7 @@
 
 ``leading_cluster(seed, POLICY).run()`` repeats a run. Half of the pools hold one request and little more, so that
 whoever kept blocks while it waits would be waited for. After each event all references are counted: who waits for
-features has none to a KV block, but for the one whose text is in a step (``trinity.testing.checks``).
+features has none to a KV block, but for the one whose text is in a step (``support.virtual.checks``).
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from support.every_order import Search
 from support.leading_clusters import is_leading, leading_cluster
 from support.reader_checks import check_readers
 from support.spread_clusters import strike
+from support.virtual.cluster import Durations, VirtualCluster, make_settings
 from trinity.core.failure_policy import NO_RECOVERY, FailurePolicy
 from trinity.core.frontend import Abort
 from trinity.core.instance import steps
@@ -28,7 +29,6 @@ from trinity.core.messages import Open, Prefill, Step, Stepped, Submit, Value
 from trinity.core.migration.kv_target import publish_kv
 from trinity.core.scheduler import BatchRules, LeadingChunk
 from trinity.core.transfers import TransferPolicy
-from trinity.testing.virtual import Durations, VirtualCluster, make_settings
 
 POLICY = FailurePolicy(recoveries=20, wait_s=10.0)
 AT_ALL = 30

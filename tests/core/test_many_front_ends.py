@@ -17,6 +17,8 @@ from support.many_front_ends import shared_cluster
 from support.other_rules import is_noticed
 from support.reader_checks import TYPED
 from support.thinned import thinned
+from support.virtual.cluster import Durations, RequestRecord, VirtualCluster, make_settings
+from support.virtual.readers import label_reader
 from trinity.core import frontend
 from trinity.core.failure_policy import FailurePolicy
 from trinity.core.frontend import FrontendCore
@@ -27,8 +29,6 @@ from trinity.core.life_names import LifeNames, name_life
 from trinity.core.messages import FRONTEND, Release, Send, Submit
 from trinity.core.migration import leases, target
 from trinity.core.values import FrontendUp
-from trinity.testing.readers import label_reader
-from trinity.testing.virtual import Durations, RequestRecord, VirtualCluster, make_settings
 
 POLICY = FailurePolicy(recoveries=20, wait_s=10.0)
 AT_ALL = 30

@@ -13,10 +13,10 @@ import pytest
 from support.core_tables import work
 from support.moving import POLICY, commit_on_its_way, count, is_whole, run, slow_move, target_stands_still
 from support.moving import moves_of as ends
+from support.virtual.cluster import Durations, VirtualCluster, make_settings
 from trinity.core.frontend import Abort
 from trinity.core.frontend_events import MoveRequest
 from trinity.core.messages import FRONTEND, Step
-from trinity.testing.virtual import Durations, VirtualCluster, make_settings
 
 STILL = Durations(lambda *_: 0.01, lambda *_: 1.0, lambda *_: 0.1)
 AT_ALL = 60

@@ -8,6 +8,7 @@ import pytest
 
 from support.core_tables import work
 from support.every_order import Search
+from support.virtual.cluster import make_settings
 from trinity.core import frontend, frontend_moves
 from trinity.core.failure_policy import FailurePolicy
 from trinity.core.frontend import Abort
@@ -17,7 +18,6 @@ from trinity.core.instance.state import State
 from trinity.core.messages import Moved, Submit, Value
 from trinity.core.scheduler import BatchRules
 from trinity.core.transfers import PrecopyMode, TransferPolicy
-from trinity.testing.virtual import make_settings
 
 TEXT = Submit(work("r", 1, max_tokens=3))
 LONG = Submit(work("r", 4, max_tokens=3))  # its first block is full

@@ -17,6 +17,7 @@ from msgspec.structs import replace as replace_value
 from support.core_tables import work
 from support.every_order import Search, Whole
 from support.spare_clusters import FirstOfAll, run_spare
+from support.virtual.cluster import Durations, VirtualCluster, make_settings
 from support.waiting_decodes import Waiting
 from trinity.core.failure_policy import NO_RECOVERY
 from trinity.core.frontend import Abort
@@ -31,7 +32,6 @@ from trinity.core.migration import leases, second_offers
 from trinity.core.scheduler import BatchRules
 from trinity.core.spare_work import Spare
 from trinity.core.transfers import TransferPolicy
-from trinity.testing.virtual import Durations, VirtualCluster, make_settings
 
 AT_ALL = 60
 MESSAGE_S, STEP_S = 0.001, 1.0

@@ -18,6 +18,7 @@ from support.every_order import Search
 from support.other_rules import is_noticed
 from support.reader_checks import check_readers
 from support.thinned import thinned
+from support.virtual.cluster import Durations, VirtualCluster, make_settings
 from trinity.core import frontend, frontend_request
 from trinity.core.failure_policy import FailurePolicy
 from trinity.core.frontend import FrontendCore
@@ -25,7 +26,6 @@ from trinity.core.frontend_request import FrontendRequest
 from trinity.core.messages import FRONTEND, Send, Submit
 from trinity.core.scheduler import BatchRules
 from trinity.core.transfers import TransferPolicy
-from trinity.testing.virtual import Durations, VirtualCluster, make_settings
 
 POLICY = FailurePolicy(recoveries=20, wait_s=10.0)
 AT_ALL = 45

@@ -9,6 +9,8 @@ from msgspec.structs import replace
 
 from support.core_tables import brief, holding, peer_up, work
 from support.recovering import AT_D0, emit, end_of, recovering, table, told
+from support.virtual.cluster import Durations, VirtualCluster, make_settings
+from support.virtual.lives import Kill
 from trinity.core import frontend_starts
 from trinity.core.block_pool import DIGEST, prefix_keys
 from trinity.core.failure_policy import FailurePolicy
@@ -27,8 +29,6 @@ from trinity.core.messages import (
 )
 from trinity.core.resumption import Prefilled, find_cached
 from trinity.core.routing import RoundRobin, Router
-from trinity.testing.lives import Kill
-from trinity.testing.virtual import Durations, VirtualCluster, make_settings
 
 TEXT = work("r", 16)
 CHAT = work("r", 2, "cat*4", 10)

@@ -11,6 +11,7 @@ import pytest
 
 from support.core_tables import brief, done, emptied, holding, image_offer, make_core, peer_up, sent, table, work
 from support.emulated_pipelines import MODEL, POOLS
+from support.virtual.cluster import Durations, VirtualCluster, make_settings
 from trinity.core import InstanceCore
 from trinity.core.block_pool import DIGEST, prefix_keys
 from trinity.core.messages import (
@@ -34,7 +35,6 @@ from trinity.core.routing import LeastLoaded, PrefixHits, RoundRobin, Router, Ro
 from trinity.emulation.model import EmulatedRequest
 from trinity.memory.cache_config import CacheConfig
 from trinity.pipeline import Pipeline
-from trinity.testing.virtual import Durations, VirtualCluster, make_settings
 
 
 def make_router(peers: str, policy: RoutingPolicy, *loads: PeerLoad) -> Router:

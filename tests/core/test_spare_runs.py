@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from support.core_tables import work
 from support.every_order import Search
 from support.spare_clusters import FirstOfAll, run_spare
+from support.virtual.cluster import Durations, VirtualCluster, make_settings
 from trinity.core.failure_policy import NO_RECOVERY
 from trinity.core.frontend import Abort
 from trinity.core.instance import arrival, instance_core, siblings
@@ -27,7 +28,6 @@ from trinity.core.messages import Send, Step, Submit, Value
 from trinity.core.scheduler import BatchRules
 from trinity.core.spare_work import Spare
 from trinity.core.transfers import TransferPolicy
-from trinity.testing.virtual import Durations, VirtualCluster, make_settings
 
 AT_ALL = 40
 

@@ -16,6 +16,7 @@ from support.core_tables import brief, done, make_core, sent, work
 from support.every_order import Search
 from support.reader_checks import check_readers
 from support.spread_clusters import spread_cluster, strike
+from support.virtual.cluster import Durations, VirtualCluster, make_settings
 from trinity.core import InstanceCore
 from trinity.core.failure_policy import NO_RECOVERY, FailurePolicy
 from trinity.core.frontend import Abort
@@ -27,7 +28,6 @@ from trinity.core.messages import Cancel, Fetch, Helped, Send, Submit, Value
 from trinity.core.migration import source
 from trinity.core.scheduler import BatchRules
 from trinity.core.transfers import TransferPolicy
-from trinity.testing.virtual import Durations, VirtualCluster, make_settings
 
 POLICY = FailurePolicy(recoveries=20, wait_s=10.0)
 AT_ALL = 30

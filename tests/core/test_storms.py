@@ -16,6 +16,7 @@ from support.reader_checks import check_readers
 from support.recovering import emit, end_of, quiet, recovering, told
 from support.storms import watch_storms
 from support.thinned import thinned
+from support.virtual.cluster import VirtualCluster, make_settings
 from trinity.core import frontend, frontend_starts
 from trinity.core.failure_policy import FailurePolicy
 from trinity.core.frontend import Abort, FrontendCore
@@ -24,7 +25,6 @@ from trinity.core.frontend_request import Life
 from trinity.core.messages import NOWHERE, Finished, PeerDown, PeerEmpty, Submit, Tick, Value
 from trinity.core.turns import Turns
 from trinity.errors import ConfigError
-from trinity.testing.virtual import VirtualCluster, make_settings
 
 NARROW = {"retry_share": 1e-9, "retry_floor": 2, "deaths": 9, "alone_after": 8}
 

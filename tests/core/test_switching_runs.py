@@ -16,6 +16,7 @@ from support.core_tables import make_core, make_frontend, sent, work
 from support.deadly import switching_cluster
 from support.every_order import Search
 from support.reader_checks import check_readers
+from support.virtual.cluster import VirtualCluster, make_settings
 from trinity.core.failure_policy import FailurePolicy
 from trinity.core.frontend_request import FrontendRequest
 from trinity.core.instance.settings import Settings
@@ -24,7 +25,6 @@ from trinity.core.peer_exit import PeerLeaving, PeerRemoved
 from trinity.core.routing import Router
 from trinity.core.scheduler import BatchRules
 from trinity.core.transfers import TransferPolicy
-from trinity.testing.virtual import VirtualCluster, make_settings
 
 
 def run(seed: int, *, deaths: bool = True, limit: int = 200_000) -> VirtualCluster:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from support.any_model.text_checkpoint import make_small_config
 from trinity.core.messages import KV
 from trinity.costs import model_config
 from trinity.costs.layer_parts import ExpertShape, LatentShape
@@ -18,7 +19,6 @@ from trinity.costs.step_cost import DEVICES, Roofline
 from trinity.emulation.model import EmulatedShape
 from trinity.errors import ConfigError
 from trinity.simulation.compiled_engine import COSTS, name_cost
-from trinity.testing.any_text_checkpoint import make_small_config
 
 MIXTURES = (
     "axk1",

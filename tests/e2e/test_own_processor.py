@@ -13,6 +13,7 @@ import torch
 
 from support.checkpoint_files import checkpoint
 from support.sounds import clip
+from support.ultravox import TOKEN, UltravoxProcessor, build_ultravox
 from trinity.errors import ConfigError, UnsupportedModel
 from trinity.pipeline import Pipeline
 from trinity.preprocess import model_types
@@ -20,7 +21,6 @@ from trinity.preprocess.media_limits import MediaLimits
 from trinity.preprocess.processor import RequestProcessor
 from trinity.request import Media, Request, Sampling
 from trinity.stages.models import ModelAdapter, register_adapter, registry
-from trinity.testing.ultravox import TOKEN, UltravoxProcessor, build_ultravox
 
 OUTPUTS = 16
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from support.any_model.trials import NOT_SERVED
 from support.media_matrix import (
     LEAST_LOGIT,
     WITHIN,
@@ -26,7 +27,6 @@ from support.recordings import METHODS, Served, copy_of
 from support.served_media_types import OUTSIDE_OF_THE_MATRIX, SERVED_MEDIA_TYPES
 from tools.model_table import PAGE, read_rows
 from trinity.testing.transports import zero_after_read
-from trinity.testing.type_trials import NOT_SERVED
 
 # transformers' own, of arrays that it makes of tensors: numpy 2 asks for another signature
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")

@@ -11,12 +11,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from support.any_model.text_checkpoint import build_any_text
 from support.served_types import SERVED_TYPES
 from trinity.core.scheduler import BatchRules
 from trinity.memory.cache_config import CacheConfig
 from trinity.pipeline import Pipeline
 from trinity.request import Request, Sampling
-from trinity.testing.any_text_checkpoint import build_any_text
 
 OUTPUTS = 10
 PROMPTS = (

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from support.virtual.cluster import Durations, VirtualCluster, make_settings, predict_steps
 from trinity.core.messages import Offer, PeerUp, Value, Work
 from trinity.core.scheduler import BatchRules
 from trinity.core.transfers import TransferPolicy
@@ -17,7 +18,6 @@ from trinity.emulation.model import LLAVA_15_7B, EmulatedModel, EmulatedRequest
 from trinity.emulation.processor import EmulatedProcessor
 from trinity.memory.cache_config import CacheConfig
 from trinity.pipeline import Pipeline
-from trinity.testing.virtual import Durations, VirtualCluster, make_settings, predict_steps
 
 MODEL = EmulatedModel(shape=LLAVA_15_7B, cost=LinearCost(), scale=2048)
 WHOLE = TransferPolicy(kv="off")  # the cluster tells of layers at times of its own

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from support.any_model.media_checkpoint import multimodal_types
+from support.any_model.tekken import TEKKEN_AUDIO, write_tekken
 from support.checkpoint_files import checkpoint
 from support.sounds import clip
 from trinity.errors import UnsupportedModel
 from trinity.preprocess.clip_windows import ClipWindows, hears_in_chats_alone, take_text_too
-from trinity.testing.any_media_checkpoint import multimodal_types
-from trinity.testing.any_media_tekken import TEKKEN_AUDIO, write_tekken
 
 PLAIN = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
 

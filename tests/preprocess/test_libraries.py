@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import transformers
 
+from support.any_model.media_checkpoint import multimodal_types
 from support.checkpoint_files import checkpoint
 from trinity.preprocess import audio_kind
 from trinity.preprocess.libraries import explain_library, library_version
 from trinity.preprocess.processor import RequestProcessor
-from trinity.testing.any_media_checkpoint import multimodal_types
 
 BY_TORCHAUDIO = {"fun_asr_nano", "granite_speech", "granite_speech_plus"}  # those that tests/e2e serves
 

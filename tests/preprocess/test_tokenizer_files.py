@@ -13,6 +13,7 @@ import pytest
 import transformers
 from transformers.tokenization_mistral_common import MistralCommonBackend
 
+from support.any_model.tekken import write_tekken
 from support.checkpoint_files import checkpoint
 from trinity.errors import ConfigError
 from trinity.preprocess.chat_template import ChatTemplate
@@ -20,7 +21,6 @@ from trinity.preprocess.grammars import load_fast_tokenizer
 from trinity.preprocess.processor import RequestProcessor
 from trinity.preprocess.tokenizer_files import READS_WHOLE_TEXTS, TRIMS_CHATS, load_tokenizer
 from trinity.request import Request
-from trinity.testing.any_media_tekken import write_tekken
 
 HELLO = Request("Hello there, how are you?")
 

@@ -8,11 +8,8 @@ from pathlib import Path
 import pytest
 import transformers
 
-from tools import model_table
-from tools.model_table import PAGE, read_rows, run_bounded, write_page
-from trinity.preprocess.model_types import STREAMS
-from trinity.testing.any_media_checkpoint import multimodal_types
-from trinity.testing.type_trials import (
+from support.any_model.media_checkpoint import multimodal_types
+from support.any_model.trials import (
     CHECKED,
     LISTED,
     NOT_SERVED,
@@ -22,6 +19,9 @@ from trinity.testing.type_trials import (
     shorten,
     try_media,
 )
+from tools import model_table
+from tools.model_table import PAGE, read_rows, run_bounded, write_page
+from trinity.preprocess.model_types import STREAMS
 
 ROWS = [
     Row("glm4v", CHECKED, "image, text"),

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from support.engine_comparison import COMMANDS, EVENTS, REASONS, Case, Line, assert_equal, differences, random_case
 from support.scenarios import ORDERS
 from support.thinned import thinned
+from support.virtual.cluster import make_settings
 from trinity.core.instance.settings import Reservation, Settings
 from trinity.core.messages import MediaSpan, Work
 from trinity.core.transfers import TransferPolicy
@@ -23,7 +24,6 @@ from trinity.costs.cluster import Cluster
 from trinity.costs.emulated_cost import LinearCost
 from trinity.costs.interconnects import Interconnect
 from trinity.simulation import compiled_engine
-from trinity.testing.virtual import make_settings
 from trinity.traces.goodput import RequestOutcome
 from trinity.traces.trace import COMPLETE, SLO, SLO_RULES
 

@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.simulations import row, simulator
+from support.virtual.cluster import make_settings
 from trinity.core.block_pool import prefix_keys
 from trinity.core.transfers import TransferPolicy
 from trinity.errors import ConfigError, TraceError
@@ -28,7 +29,6 @@ from trinity.simulation.compiled_workload import CompiledRequest, CompiledWorklo
 from trinity.simulation.rate_sweep import RateSweep, prepare_requests
 from trinity.simulation.simulator import Replay, Simulator
 from trinity.simulation.workload import OUTPUT, Job, work_of
-from trinity.testing.virtual import make_settings
 from trinity.traces.goodput import RatePoint, RequestOutcome, measure_point, score_outcomes
 from trinity.traces.trace import COMPLETE, SLO, SLO_RULES, SLORule, Trace, TraceImage, TraceRow
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from support.virtual.cluster import make_settings
 from trinity.core.instance.settings import Settings
 from trinity.core.messages import STATE
 from trinity.core.routing import ROUTING_POLICIES
@@ -20,7 +21,6 @@ from trinity.errors import ConfigError
 from trinity.simulation.compiled_engine import CompiledPlacement
 from trinity.simulation.screening_table import LEAST_LOADED, MOST_LOST, SCREENED_AS, ScreeningRow, screen_settings
 from trinity.simulation.simulator import Simulator
-from trinity.testing.virtual import make_settings
 
 COST = LinearCost(step_s=1.0)
 INTO_SETTINGS = {"rules", "budgets", "lanes", "transfers", "memory_share", "reservation", "depth"}

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from support.simulations import simulator
+from support.virtual.cluster import Durations, VirtualCluster, make_settings, predict_steps
 from trinity.core.messages import MediaSpan, PeerLoad, PeerUp, Sampled, Tick, Value, Work
 from trinity.core.transfers import TransferPolicy
 from trinity.costs.budgets import StepBudgets
@@ -19,7 +20,6 @@ from trinity.emulation.model import LLAVA_15_7B, EmulatedModel, EmulatedRequest
 from trinity.memory.cache_config import CacheConfig
 from trinity.pipeline import Pipeline
 from trinity.placement import Placement
-from trinity.testing.virtual import Durations, VirtualCluster, make_settings, predict_steps
 from trinity.traces.trace import Trace, TraceImage, TraceRow
 
 POOLS = {"image": 12, "kv": 400}

@@ -8,11 +8,11 @@ from msgspec.structs import replace
 
 from support.many_front_ends import give_policy
 from support.scenarios import random_durations, random_settings, random_works
+from support.virtual.adoption import BuddyCluster
+from support.virtual.cluster import Faults
 from trinity.core.failure_policy import FailurePolicy
 from trinity.core.frontend import Deliver
 from trinity.core.messages import FRONTEND, Work
-from trinity.testing.adoption import BuddyCluster
-from trinity.testing.virtual import Faults
 
 POLICY = FailurePolicy(recoveries=30, wait_s=30.0)
 NAMES = (FRONTEND, "frontend:b", "frontend:c")

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
+from support.virtual.checks import check_forgotten, check_state
 from trinity.core import InstanceCore
 from trinity.core.block_pool import DIGEST, media_keys, prefix_keys
 from trinity.core.frontend import Deliver, End, FrontendCore
@@ -58,7 +59,6 @@ from trinity.core.scheduler import BatchRules
 from trinity.core.spare_work import Spare
 from trinity.core.transfers import TransferPolicy
 from trinity.core.values import NotTaken
-from trinity.testing.checks import check_forgotten, check_state
 
 Row = tuple[Value, list[str]]
 Message = TypeVar("Message", bound=Value)

@@ -7,9 +7,9 @@ from dataclasses import replace
 from random import Random
 
 from support.scenarios import pressed_cluster, random_cluster
+from support.virtual.cluster import VirtualCluster
 from trinity.core.failure_policy import NO_RECOVERY, FailurePolicy
 from trinity.core.instance.settings import Settings
-from trinity.testing.virtual import VirtualCluster
 
 
 def deadly_cluster(

@@ -13,12 +13,12 @@ from support.deadly import deadly_cluster
 from support.moving import POLICY, WIDE, moves_of
 from support.reader_checks import check_readers
 from support.scenarios import KV_BLOCK, MEDIA_BLOCK, largest_need, pressed_cluster, random_cluster, random_works
+from support.virtual.cluster import Durations, Faults, VirtualCluster, make_settings
+from support.virtual.lives import Kill
 from trinity.core.instance.settings import Settings
 from trinity.core.messages import FRONTEND
 from trinity.core.peer_exit import PeerLeaving
 from trinity.core.scheduler import BatchRules
-from trinity.testing.lives import Kill
-from trinity.testing.virtual import Durations, Faults, VirtualCluster, make_settings
 
 
 def departing_cluster(seed: int, deaths: bool = True) -> VirtualCluster:

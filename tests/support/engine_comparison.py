@@ -12,6 +12,7 @@ import msgspec
 from support.ideal_routing import Loads
 from support.random_costs import any_device, random_cost
 from support.scenarios import KV_BLOCK, MEDIA_BLOCK, ORDERS, PLACEMENTS, largest_need, random_document
+from support.virtual.cluster import make_settings
 from trinity.core.frontend import Abort, Deliver, End
 from trinity.core.instance.settings import RESERVATIONS, Reservation, Settings
 from trinity.core.messages import (
@@ -46,7 +47,6 @@ from trinity.simulation.cluster_model import STOP, SimulatedCluster
 from trinity.simulation.compiled_engine import Act, CompiledPlacement, CompiledReplay, simulate
 from trinity.simulation.compiled_workload import CompiledRequest, CompiledWorkload
 from trinity.simulation.workload import Job
-from trinity.testing.virtual import make_settings
 
 EVENTS = (
     *("Submit", "Cancel", "Forget", "Offer", "Ready", "Commit", "Withdraw", "Release", "Moved", "Emit", "Finished"),

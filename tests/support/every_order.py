@@ -17,7 +17,7 @@ behind the tails of channels that only its core writes (``commutes`` takes both 
 told by all that they hold (``local_states.freeze``).
 
 In each state where nothing is left to do, each request has ended and nothing of it is left anywhere; a death and a
-return may still come there. In all states the invariants of ``trinity.testing.checks`` hold for each core, and each
+return may still come there. In all states the invariants of ``support.virtual.checks`` hold for each core, and each
 reader gets every token once, in order, and one end. What blocks hold is not followed here.
 """
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 
+from support.virtual.checks import check_forgotten, check_state
 from trinity.core import InstanceCore
 from trinity.core.failure_policy import NO_RECOVERY, FailurePolicy
 from trinity.core.frontend import Abort, Deliver, End, FrontendCore
@@ -28,7 +29,6 @@ from trinity.core.messages import (
     Value,
 )
 from trinity.core.routing import RoundRobin, RoutingPolicy
-from trinity.testing.checks import check_forgotten, check_state
 
 
 def freeze(value: Any) -> Any:

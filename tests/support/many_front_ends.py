@@ -7,10 +7,10 @@ from random import Random
 from msgspec.structs import replace
 
 from support.deadly import deadly_cluster
+from support.virtual.cluster import VirtualCluster
 from trinity.core.failure_policy import NO_RECOVERY, FailurePolicy
 from trinity.core.frontend import FrontendCore
 from trinity.core.messages import FRONTEND
-from trinity.testing.virtual import VirtualCluster
 
 KNOWN_S = 0.7  # after it has begun a front end knows each instance
 

@@ -10,13 +10,13 @@ from support.core_tables import work
 from support.deadly import deadly_cluster
 from support.reader_checks import check_readers
 from support.scenarios import PLACEMENTS, pressed_cluster, random_cluster
+from support.virtual.cluster import Durations, VirtualCluster, make_settings
 from trinity.core.failure_policy import FailurePolicy
 from trinity.core.frontend import Abort, Deliver
 from trinity.core.frontend_events import MoveEnd, MoveRequest
 from trinity.core.messages import FRONTEND, Offer, Open, Release, Send, Value
 from trinity.core.transfers import PrecopyMode
 from trinity.placement import Placement
-from trinity.testing.virtual import Durations, VirtualCluster, make_settings
 
 PRECOPY: tuple[PrecopyMode, ...] = ("on", "off", "auto")
 POLICY = FailurePolicy(recoveries=20, wait_s=10.0)

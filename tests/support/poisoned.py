@@ -10,9 +10,9 @@ from msgspec.structs import replace
 
 from support.deadly import deadly_cluster
 from support.scenarios import largest_need, random_works
+from support.virtual.cluster import Durations, VirtualCluster, make_settings
 from trinity.core.failure_policy import FailurePolicy
 from trinity.core.messages import Step
-from trinity.testing.virtual import Durations, VirtualCluster, make_settings
 
 SAMPLED = 3  # tokens that are written before "S" kills
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trinity.testing.virtual import VirtualCluster
+from support.virtual.cluster import VirtualCluster
 
 TYPED = {
     "PoisonRequest",

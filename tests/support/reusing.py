@@ -7,9 +7,9 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from support.virtual.cluster import VirtualCluster
 from trinity.core.frontend_events import Deliver, End
 from trinity.core.messages import FRONTEND, Sampled, Stepped, Submit, Value
-from trinity.testing.virtual import VirtualCluster
 
 FIRST = 1000  # every token is this and the number of the request that it was sampled for
 

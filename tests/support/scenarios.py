@@ -8,13 +8,13 @@ from random import Random
 
 from msgspec.structs import replace as replace_value
 
+from support.virtual.cluster import Durations, Faults, VirtualCluster, make_settings
 from trinity.core.block_pool import blocks_for
 from trinity.core.instance.state import Settings
 from trinity.core.messages import MediaSpan, Work
 from trinity.core.routing import LeastLoaded, PrefixHits, RoundRobin, RoutingPolicy
 from trinity.core.scheduler import BatchRules, Order
 from trinity.core.transfers import KvMode, TransferPolicy
-from trinity.testing.virtual import Durations, Faults, VirtualCluster, make_settings
 
 PLACEMENTS = (
     *("EPD", "2EPD", "EP+D", "ED+P", "E+P+D", "PD+E", "2E2P2D", "1E1EPD", "2ED1P", "1E2EP3D", "1E3P4D", "2EP2D"),

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from support.virtual.cluster import VirtualCluster
 from trinity.core.frontend import FrontendCore
 from trinity.core.frontend_events import Prepare
 from trinity.core.frontend_request import FrontendRequest
 from trinity.core.frontend_starts import PREPARED_AT_ONCE
 from trinity.core.messages import FRONTEND, Send, Submit, Value
-from trinity.testing.virtual import VirtualCluster
 
 
 def is_going_on(entry: FrontendRequest) -> bool:

@@ -11,12 +11,12 @@ from msgspec.structs import replace as replace_work
 
 from support.leading_clusters import leading_work
 from support.scenarios import random_durations, random_patience, random_settings, random_silence
+from support.virtual.cluster import Faults, VirtualCluster
 from trinity.core.failure_policy import FailurePolicy
 from trinity.core.messages import Fetch, Fetched, Ready, Send, Value, Work
 from trinity.core.routing import LeastLoaded, PrefixHits, RoundRobin, RoutingPolicy
 from trinity.core.scheduler import BatchRules
 from trinity.core.transfers import TransferPolicy
-from trinity.testing.virtual import Faults, VirtualCluster
 
 PLACEMENTS = ("1P1PD", "2P1D", "3P2D", "2P1PD1D", "1E2P1D", "1E3P2D", "1E1P1EPD", "2EP1D", "3EP2D")
 POLICIES: tuple[Callable[[], RoutingPolicy], ...] = (RoundRobin, LeastLoaded, PrefixHits)

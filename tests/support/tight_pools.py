@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from support.core_tables import work
+from support.virtual.cluster import VirtualCluster, make_settings
 from trinity.core.messages import Work
 from trinity.core.scheduler import BatchRules
-from trinity.testing.virtual import VirtualCluster, make_settings
 
 TIGHT = {"image": 3, "kv": 4}
 

@@ -19,6 +19,7 @@ from support.scenarios import PLACEMENTS, pressed_cluster, random_cluster
 from support.spread_clusters import PLACEMENTS as WITH_HELPERS
 from support.spread_clusters import spread_cluster, suspect_some
 from support.storms import watch_storms
+from support.virtual.cluster import Faults, VirtualCluster
 from trinity.core.failure_policy import FailurePolicy
 from trinity.core.frontend_events import MoveEnd
 from trinity.core.messages import (
@@ -41,7 +42,6 @@ from trinity.core.messages import (
     Value,
     Work,
 )
-from trinity.testing.virtual import Faults, VirtualCluster
 
 TYPED = {
     "BadMedia",

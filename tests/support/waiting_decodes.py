@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from support.virtual.cluster import VirtualCluster
 from trinity.core.instance import spare_offers
 from trinity.core.instance.state import State
 from trinity.core.messages import Value
-from trinity.testing.virtual import VirtualCluster
 
 
 class Waiting:

@@ -2,7 +2,7 @@
 
 It handles one event at a time, earliest first; of equal times the one posted first. Subclasses decide how long
 messages, steps and pulls take and what they return: ``trinity.simulation.cluster_model`` by a cost model,
-``trinity.testing.virtual`` at random.
+the tests' ``VirtualCluster`` (``tests/support/virtual``) at random.
 """
 
 from __future__ import annotations

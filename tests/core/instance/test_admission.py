@@ -6,9 +6,9 @@ import pytest
 from msgspec.structs import replace
 
 from support.core_tables import Row, brief, done, emptied, image_offer, kv_offer, make_core, table, work
+from support.virtual.checks import check_state
 from trinity.core.messages import Cancel, Commit, Pulled, Ready, Release, Submit, Work
 from trinity.core.scheduler import BatchRules, EncodeView, Order, View, schedule
-from trinity.testing.checks import check_state
 
 
 def test_image_blocks_of_all_items_are_reserved_at_once_or_not_at_all() -> None:

@@ -7,10 +7,10 @@ import random
 import pytest
 
 from support.core_tables import make_core, sent, work
+from support.virtual.checks import check_state
 from trinity.core import InstanceCore
 from trinity.core.instance.decode_batch import MAX_COLUMNS
 from trinity.core.messages import Cancel, Emit, Finished, Sampled, Stepped, Submit, Work
-from trinity.testing.checks import check_state
 
 
 def core_with(*works: Work) -> InstanceCore:

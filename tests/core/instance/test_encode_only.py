@@ -12,6 +12,7 @@ from support.core_tables import brief, broken, done, emptied, make_core, peer_up
 from support.deadly import deadly_cluster
 from support.every_order import Search
 from support.scenarios import PLACEMENTS, encode_alone, random_cluster
+from support.virtual.cluster import VirtualCluster, make_settings
 from trinity.core.frontend import Abort, FrontendCore
 from trinity.core.instance.request_state import RequestState
 from trinity.core.messages import (
@@ -33,7 +34,6 @@ from trinity.core.routing import PrefixHits, RoundRobin, RoutingPolicy
 from trinity.core.scheduler import BatchRules
 from trinity.core.stage_needs import needs
 from trinity.core.transfers import TransferPolicy
-from trinity.testing.virtual import VirtualCluster, make_settings
 
 CAT = encode_alone(work("r", 1, "cat*6", "dog*4"))
 

@@ -21,6 +21,7 @@ from support.core_tables import (
     work,
 )
 from support.recovering import recovering
+from support.virtual.checks import check_state
 from trinity.core import InstanceCore
 from trinity.core.failure_policy import FailurePolicy
 from trinity.core.frontend import FrontendCore
@@ -50,7 +51,6 @@ from trinity.core.routing import RoundRobin
 from trinity.core.scheduler import BatchRules
 from trinity.core.transfers import TransferPolicy
 from trinity.core.values import FRONTEND, FrontendUp, NotTaken, is_frontend
-from trinity.testing.checks import check_state
 
 OTHER = "frontend:b"
 

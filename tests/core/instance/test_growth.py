@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from support.core_tables import Row, brief, done, emptied, kv_offer, make_core, peer_up, table, work
+from support.virtual.checks import check_state
 from trinity.core import InstanceCore
 from trinity.core.messages import Commit, Pulled, Ready, Submit, Work
-from trinity.testing.checks import check_state
 
 
 def decoding(**options: Any) -> InstanceCore:

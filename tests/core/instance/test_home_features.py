@@ -12,6 +12,7 @@ from support.core_tables import Row, brief, done, emptied, make_core, sent, tabl
 from support.every_order import Search
 from support.reader_checks import check_readers
 from support.spread_clusters import spread_cluster, strike
+from support.virtual.cluster import Durations, VirtualCluster, make_settings
 from trinity.core import InstanceCore, spread
 from trinity.core.failure_policy import NO_RECOVERY, FailurePolicy
 from trinity.core.instance import helpers, home_features, peers
@@ -34,7 +35,6 @@ from trinity.core.messages import (
 )
 from trinity.core.scheduler import BatchRules
 from trinity.core.transfers import TransferPolicy
-from trinity.testing.virtual import Durations, VirtualCluster, make_settings
 
 RULES = BatchRules(token_budget=64, image_budget=4)
 POLICY = FailurePolicy(recoveries=20, wait_s=10.0)

@@ -1,7 +1,7 @@
 """The table of phases is walked: what real cores do is in it, all that is in it is done, and each row is needed.
 
 Phases are watched where they are written, so that a walk past ``State.move`` is seen as well. Places, counts and
-phases are compared after every event by ``trinity.testing.checks``.
+phases are compared after every event by ``support.virtual.checks``.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from support.core_tables import done, image_offer, make_core, work
 from support.moving import moving_cluster
 from support.paths import ROOT
 from support.scenarios import pressed_cluster, random_cluster
+from support.virtual.checks import PHASE_QUEUES, check_state
+from support.virtual.cluster import VirtualCluster, make_settings
 from tools import draw_phases
 from trinity.core.instance.phases import MOVES, SPAN, Phase
 from trinity.core.instance.request_state import RequestState
 from trinity.core.instance.state import State
 from trinity.core.messages import Cancel, Commit, Forget, Pulled, Ready, Release, Submit
 from trinity.core.scheduler import BatchRules
-from trinity.testing.checks import PHASE_QUEUES, check_state
-from trinity.testing.virtual import VirtualCluster, make_settings
 
 Move = tuple[Phase, Phase]
 ENOUGH = 1500

@@ -76,7 +76,7 @@ def doubled(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Cores of virtual clusters are doubled; returns how many answers repeated a step."""
     Doubled.counts = Counter()
     monkeypatch.setattr("trinity.simulation.event_loop.InstanceCore", Doubled)
-    monkeypatch.setattr("trinity.testing.virtual.InstanceCore", Doubled)
+    monkeypatch.setattr("support.virtual.cluster.InstanceCore", Doubled)
     return Doubled.counts
 
 

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from support.core_tables import work
 from support.scenarios import PLACEMENTS, pressed_cluster, small_prefill
 from support.thinned import in_turns, rarely, thinned
+from support.virtual.checks import make_checks
+from support.virtual.cluster import Durations, VirtualCluster, make_settings
 from trinity.core import InstanceCore
 from trinity.core.instance import growth, preemption
 from trinity.core.instance.state import State
@@ -28,8 +30,6 @@ from trinity.core.messages import (
     Work,
 )
 from trinity.core.scheduler import BatchRules
-from trinity.testing.checks import make_checks
-from trinity.testing.virtual import Durations, VirtualCluster, make_settings
 
 PER_PLACEMENT = 6
 NOW = Durations(lambda *_: 0.01, lambda *_: 0.1, lambda *_: 0.01)

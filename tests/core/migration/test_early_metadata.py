@@ -8,6 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from support.core_tables import Row, brief, broken, done, emptied, image_offer, make_core, peer_up, sent, table, work
+from support.virtual.cluster import Durations, VirtualCluster, make_settings
 from trinity.core.messages import (
     Cancel,
     Commit,
@@ -23,7 +24,6 @@ from trinity.core.messages import (
 )
 from trinity.core.scheduler import BatchRules
 from trinity.core.transfers import TransferPolicy
-from trinity.testing.virtual import Durations, VirtualCluster, make_settings
 
 TWO = ("cat", 1, "dog*6", 1)
 OFFER = "P0: offer E0:1 image of r [0][1,2] by way of E0"

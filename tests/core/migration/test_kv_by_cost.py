@@ -6,12 +6,12 @@ import pytest
 
 from support.core_streams import layers, source
 from support.core_tables import done, sent, work
+from support.virtual.cluster import Durations, VirtualCluster, make_settings
 from trinity.core import InstanceCore
 from trinity.core.messages import Offer, Prefill, Ready, Release, Step, Submit
 from trinity.core.migration.kv_source import open_streams
 from trinity.core.scheduler import BatchRules
 from trinity.core.transfers import LEAST_PULLS, KvMode, TransferPolicy
-from trinity.testing.virtual import Durations, VirtualCluster, make_settings
 
 
 def streams(core: InstanceCore, tokens: int, number: int) -> bool:

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from support.core_streams import LAYER, OFFER, again, layers, source, target
 from support.core_tables import Row, brief, broken, done, emptied, make_core, sent, table, work
+from support.virtual.cluster import Durations, Faults, VirtualCluster, make_settings
 from trinity.core.messages import (
     Cancel,
     Commit,
@@ -25,7 +26,6 @@ from trinity.core.messages import (
 from trinity.core.migration import kv_source, kv_target
 from trinity.core.scheduler import BatchRules
 from trinity.core.transfers import TransferPolicy
-from trinity.testing.virtual import Durations, Faults, VirtualCluster, make_settings
 
 # ---------------------------------------------------------------- the source
 

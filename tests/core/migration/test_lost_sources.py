@@ -8,6 +8,8 @@ import pytest
 from msgspec.structs import replace
 
 from support.core_tables import brief, done, emptied, holding, image_offer, lost, make_core, sent, table, work
+from support.virtual.cluster import Durations, VirtualCluster, make_settings
+from support.virtual.lives import Kill
 from trinity.core import InstanceCore
 from trinity.core.failure_policy import FailurePolicy
 from trinity.core.messages import (
@@ -30,8 +32,6 @@ from trinity.core.messages import (
     Work,
 )
 from trinity.core.migration import lost_transfers
-from trinity.testing.lives import Kill
-from trinity.testing.virtual import Durations, VirtualCluster, make_settings
 
 CHAT = work("r", "cat", "dog", 2)
 

@@ -12,6 +12,8 @@ from msgspec.structs import replace
 from support.core_streams import ready, target
 from support.core_tables import emptied, kv_offer, lost, sent, work
 from support.every_order import Search
+from support.virtual.cluster import Durations, VirtualCluster, make_settings
+from support.virtual.lives import Kill
 from trinity.core import InstanceCore
 from trinity.core.block_pool import DIGEST, prefix_keys
 from trinity.core.failure_policy import FailurePolicy
@@ -37,8 +39,6 @@ from trinity.core.messages import (
 from trinity.core.migration import lost_transfers
 from trinity.core.scheduler import BatchRules
 from trinity.core.transfers import TransferPolicy
-from trinity.testing.lives import Kill
-from trinity.testing.virtual import Durations, VirtualCluster, make_settings
 
 TEXT = work("r", 18)  # four blocks of four, and two positions
 KEYS = prefix_keys(TEXT.prompt, (), 4)

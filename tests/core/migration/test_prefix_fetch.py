@@ -13,6 +13,8 @@ from core.migration.test_lost_transfers import MOMENTS, positions
 from core.test_resumption import having, router_of
 from support.core_tables import brief, done, emptied, image_offer, kv_offer, lost, make_core, sent, work
 from support.every_order import Search
+from support.virtual.checks import check_state
+from support.virtual.cluster import make_settings
 from trinity.core import InstanceCore
 from trinity.core.block_pool import prefix_keys
 from trinity.core.failure_policy import FailurePolicy
@@ -47,8 +49,6 @@ from trinity.core.resumption import name_holder
 from trinity.core.routing import Router
 from trinity.core.scheduler import BatchRules
 from trinity.core.transfers import TransferPolicy
-from trinity.testing.checks import check_state
-from trinity.testing.virtual import make_settings
 
 TEXT = work("r", 18, attempt=1, holder="D0", held=16)
 KEYS = tuple(prefix_keys(TEXT.prompt, (), 4))

@@ -12,6 +12,7 @@ from msgspec.structs import replace
 
 from support.core_tables import brief, done, emptied, holding, image_offer, lost, make_core, sent, table, work
 from support.scenarios import random_durations, random_faults
+from support.virtual.cluster import VirtualCluster, make_settings
 from trinity.core import InstanceCore
 from trinity.core.block_pool import media_keys
 from trinity.core.messages import (
@@ -38,7 +39,6 @@ from trinity.core.messages import (
     Work,
 )
 from trinity.core.transfers import TransferPolicy
-from trinity.testing.virtual import VirtualCluster, make_settings
 
 STILL: dict[str, Any] = {"lease_s": 10.0, "report_s": inf}
 CAT = tuple(media_keys(work("r", "cat*4").media[0], 4))

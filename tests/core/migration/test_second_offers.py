@@ -9,6 +9,8 @@ import pytest
 
 from support.core_tables import brief, done, emitted, emptied, make_core, make_frontend, sent, table, work
 from support.recovering import end_of, recovering
+from support.virtual.cluster import Durations, VirtualCluster, make_settings
+from support.virtual.lives import Kill
 from trinity.core import InstanceCore
 from trinity.core.frontend import Abort, End
 from trinity.core.instance import peers as peers_module
@@ -31,8 +33,6 @@ from trinity.core.messages import (
 )
 from trinity.core.scheduler import BatchRules
 from trinity.core.transfers import KvMode, TransferPolicy
-from trinity.testing.lives import Kill
-from trinity.testing.virtual import Durations, VirtualCluster, make_settings
 
 # ---------------------------------------------------------------- the source
 

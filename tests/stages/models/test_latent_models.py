@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from support.any_model.text_checkpoint import build_any_text
 from support.known_classes import packs
 from support.mixed_batches import PROMPTS, VOCABULARY, Batch, check_mixed
 from support.text_models import make_prompt
@@ -15,7 +16,6 @@ from trinity.stages.attention.interface import PAGED_ATTENTION
 from trinity.stages.kernels import linear
 from trinity.stages.kernels.linear import PackedLinear
 from trinity.stages.models import indexers, load_model
-from trinity.testing.any_text_checkpoint import build_any_text
 
 INDEXED = ("deepseek_v32", "axk2", "glm_moe_dsa")  # whose indexers choose 16 tokens
 LATENT = ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "minicpm3", "youtu", *INDEXED)

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from support.any_model.text_checkpoint import build_any_text
 from support.mixed_batches import PROMPTS, Batch, check_mixed, run_alone
 from trinity.stages.models import load_model
-from trinity.testing.any_text_checkpoint import build_any_text
 
 _NAMES = """
 afmoe aria_text axk1 cohere2_moe dbrx deepseek_v2 dots1 ernie4_5_moe exaone_moe flex_olmo flint glm4_moe glm4_moe_lite

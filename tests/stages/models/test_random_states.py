@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from support.any_model.text_checkpoint import build_any_text
 from support.checkpoint_files import checkpoint
 from support.planner_options import planner_options
 from trinity.costs.model_shape import MODELS
@@ -21,7 +22,6 @@ from trinity.stages.models import load_model
 from trinity.stages.models.own_draws import own_draws
 from trinity.stages.proof.command import print_verdict
 from trinity.stages.proof.prove import prove
-from trinity.testing.any_text_checkpoint import build_any_text
 from trinity.traces import synthesise
 from trinity.traces.trace import SLO
 

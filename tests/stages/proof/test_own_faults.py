@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from support.any_model.text_checkpoint import build_any_text
 from support.checkpoint_files import checkpoint
 from support.text_models import build
 from trinity import commands
@@ -22,7 +23,6 @@ from trinity.preprocess.verdicts import require_facts
 from trinity.stages.models import checks, load_model
 from trinity.stages.models.own_faults import explain_no_numbers
 from trinity.stages.proof import prove
-from trinity.testing.any_text_checkpoint import build_any_text
 
 NOT_NUMBERS = [float("nan"), float("inf")]
 

@@ -8,6 +8,10 @@ import pytest
 from msgspec.structs import replace
 
 from support.core_tables import done, emitted, image_offer, kv_offer, make_core, work
+from support.virtual.checks import Bookkeeping, check_forgotten, check_state
+from support.virtual.cluster import make_settings
+from support.virtual.conversation import Conversation
+from support.virtual.shadow import Shadow
 from trinity.core.frontend import Deliver, End, FrontendCore
 from trinity.core.messages import (
     Cancel,
@@ -29,10 +33,6 @@ from trinity.core.messages import (
     Value,
 )
 from trinity.core.routing import RoundRobin
-from trinity.testing.checks import Bookkeeping, check_forgotten, check_state
-from trinity.testing.conversation import Conversation
-from trinity.testing.shadow import Shadow
-from trinity.testing.virtual import make_settings
 
 POOLS = {"image": 16, "kv": 32}
 

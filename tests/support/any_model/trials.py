@@ -7,14 +7,14 @@ from pathlib import Path
 
 import msgspec
 
+from support.any_model.media_checkpoint import build_any_media, make_processor_of_media, multimodal_types
+from support.any_model.omni import OMNI_TYPES, build_omni
+from support.any_model.text_checkpoint import build_any_text, list_causal_types
 from trinity.errors import UnsupportedModel
 from trinity.preprocess.checkpoint import read_config
 from trinity.preprocess.media_kinds import kind_names
 from trinity.preprocess.model_types import PROVEN, refuse_stream
-from trinity.testing.any_media_checkpoint import build_any_media, make_processor_of_media, multimodal_types
-from trinity.testing.any_text_checkpoint import build_any_text, list_causal_types
 from trinity.testing.checkpoints import build_checkpoint
-from trinity.testing.checkpoints_omni import OMNI_TYPES, build_omni
 
 LISTED, CHECKED, NOT_SERVED = "serves, listed", "serves by self-check", "refused"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trinity.testing.any_media_sizes import TypeSizes
+from support.any_model.media_sizes import TypeSizes
 
 
 def _in_letters(number: int) -> str:

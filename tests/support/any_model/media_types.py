@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from trinity.testing.any_media_audio import AUDIO_SIZES
-from trinity.testing.any_media_flat import FLAT_SIZES
-from trinity.testing.any_media_sizes import SIDE, TypeSizes
+from support.any_model.media_audio import AUDIO_SIZES
+from support.any_model.media_flat import FLAT_SIZES
+from support.any_model.media_sizes import SIDE, TypeSizes
 
 _ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
 _MROPE = {**_ROPE, "mrope_section": [2, 3, 3]}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from trinity.testing.any_media_sizes import TypeSizes
+from support.any_model.media_sizes import TypeSizes
 from trinity.testing.checkpoints import _no_progress_bar, _recipe, _scale_weights, _silence
 
 OMNI_TYPES = ("qwen2_5_omni", "qwen3_omni_moe")
@@ -57,7 +57,7 @@ def _make_config(model_type: str, thinker: Any) -> Any:
     """Make the whole's config: that of the thinker's recipe, and all else small."""
     from transformers import CONFIG_MAPPING
 
-    from trinity.testing.any_media_checkpoint import make_config
+    from support.any_model.media_checkpoint import make_config
 
     kind = CONFIG_MAPPING[model_type]
     fields = make_config(kind, int(thinker.get_text_config().vocab_size), _SIZES[model_type]).to_dict()

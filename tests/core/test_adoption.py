@@ -16,12 +16,12 @@ from msgspec.structs import replace
 from support.buddies import NAMES, POLICY, buddy_cluster, check_adopted, sample
 from support.core_tables import work
 from support.many_front_ends import give_policy
+from support.virtual.adoption import BuddyCluster
+from support.virtual.cluster import Durations, make_settings
+from support.virtual.readers import label_reader
 from trinity.core import frontend_adoption, journal
 from trinity.core.journal import JournalKeeper, JournalWriter, Kept
 from trinity.core.messages import FRONTEND
-from trinity.testing.adoption import BuddyCluster
-from trinity.testing.readers import label_reader
-from trinity.testing.virtual import Durations, make_settings
 
 OF_ALL = 16
 POOLS = {"image": 16, "kv": 64}

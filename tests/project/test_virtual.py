@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from support.core_tables import work
+from support.virtual.cluster import Durations, Faults, VirtualCluster, make_settings
 from trinity.core.messages import (
     Step,
     Value,
 )
 from trinity.core.routing import RandomChoice
 from trinity.core.scheduler import BatchRules
-from trinity.testing.virtual import Durations, Faults, VirtualCluster, make_settings
 
 POOLS = {"image": 16, "kv": 32}
 STILL = Durations(lambda *_: 0.0, lambda *_: 1.0, lambda *_: 0.0)

@@ -10,6 +10,14 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
+from support.virtual.conversation import Conversation, ends_lease_early
+from support.virtual.fetch_rules import FetchRules
+from support.virtual.holders import check_states, count_holders
+from support.virtual.lives import Lives
+from support.virtual.matchable import Matchable
+from support.virtual.move_rules import FrontEnds, MoveRules, map_frontends
+from support.virtual.shadow import Shadow
+from support.virtual.spare_rules import SpareRules
 from trinity.core import InstanceCore
 from trinity.core.instance.lanes import count_in_flight
 from trinity.core.instance.leading_queue import AWAITS_FEATURES
@@ -32,14 +40,6 @@ from trinity.core.messages import (
     Stepped,
     Value,
 )
-from trinity.testing.conversation import Conversation, ends_lease_early
-from trinity.testing.fetch_rules import FetchRules
-from trinity.testing.holders import check_states, count_holders
-from trinity.testing.lives import Lives
-from trinity.testing.matchable import Matchable
-from trinity.testing.move_rules import FrontEnds, MoveRules, map_frontends
-from trinity.testing.shadow import Shadow
-from trinity.testing.spare_rules import SpareRules
 
 
 class Observer(Protocol):

@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import TypeGuard
 
+from support.virtual.offers import Transfer, list_pieces
+from support.virtual.readers import label_reader
 from trinity.core import InstanceCore
 from trinity.core.frontend import Abort, Deliver, End
 from trinity.core.frontend_events import Adopt
@@ -39,8 +41,6 @@ from trinity.core.messages import (
     Withdraw,
 )
 from trinity.core.values import is_frontend
-from trinity.testing.offers import Transfer, list_pieces
-from trinity.testing.readers import label_reader
 
 HELPS = {(before, said) for before in ("asked", "begun", "no") for said in ("begun", "ready", "no")} | {("ready", "no")}
 

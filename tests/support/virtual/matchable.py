@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 
+from support.virtual.shadow import Shadow, Tag
 from trinity.core import InstanceCore
 from trinity.core.block_pool import Key, prefix_keys
 from trinity.core.messages import KV, Commit, Grow, Offer, Open, Pull, Pulled, Step, Stepped, Submit, Value, Work
-from trinity.testing.shadow import Shadow, Tag
 
 Written = tuple[str, str, int]  # instance, request and block of what a prefill writes
 

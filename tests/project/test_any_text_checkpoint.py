@@ -10,8 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from trinity.errors import UnsupportedModel
-from trinity.testing.any_text_checkpoint import (
+from support.any_model.text_checkpoint import (
     SMALL_CONTEXT,
     SMALL_ORIGINAL,
     SMALL_WINDOW,
@@ -19,6 +18,7 @@ from trinity.testing.any_text_checkpoint import (
     list_causal_types,
     make_small_config,
 )
+from trinity.errors import UnsupportedModel
 
 MOST_WEIGHTS = 5_000_000
 UNBUILT = {  # by the type's own code, or of more parts than a decoder

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trinity.testing.any_media_sizes import TypeSizes
+from support.any_model.media_sizes import TypeSizes
 
 AUDIO_SIZES: dict[str, TypeSizes] = {
     "granite_speech": TypeSizes(config={"has_lora_adapter": False}, embedding_std=0.1),

@@ -1,8 +1,8 @@
 """VirtualCluster: the cores of a whole placement under a virtual clock, without tensors, threads or sockets.
 
 Messages between two cores keep their order (first in, first out per pair) and take as long as ``Durations`` says;
-steps and pulls likewise; ``Faults`` makes rows and pulls fail. Instances die and come back (``trinity.testing.lives``).
-The same seed gives the same run. Every check of ``trinity.testing.checks`` runs after every event unless ``observers``
+steps and pulls likewise; ``Faults`` makes rows and pulls fail. Instances die and come back (``support.virtual.lives``).
+The same seed gives the same run. Every check of ``support.virtual.checks`` runs after every event unless ``observers``
 says otherwise.
 
 ::
@@ -24,6 +24,15 @@ from math import inf
 from random import Random
 from typing import Any
 
+from support.virtual.checks import Observer, make_checks
+from support.virtual.conditions import Durations as Durations
+from support.virtual.conditions import Faults as Faults
+from support.virtual.conditions import count_up, fail_pull, report_layers
+from support.virtual.conditions import make_settings as make_settings
+from support.virtual.conditions import predict_steps as predict_steps
+from support.virtual.lives import ChannelOpened, Departure, FrontendArrival, Kill, Lives, Return
+from support.virtual.readers import RequestRecord as RequestRecord
+from support.virtual.readers import label_reader as label_reader
 from trinity.core import InstanceCore
 from trinity.core.failure_policy import NO_RECOVERY, FailurePolicy
 from trinity.core.frontend import Abort, Deliver, End
@@ -53,15 +62,6 @@ from trinity.core.peer_exit import PeerLeaving
 from trinity.core.routing import RoundRobin, RoutingPolicy
 from trinity.core.values import FrontendUp
 from trinity.simulation.event_loop import EventLoop
-from trinity.testing.checks import Observer, make_checks
-from trinity.testing.conditions import Durations as Durations
-from trinity.testing.conditions import Faults as Faults
-from trinity.testing.conditions import count_up, fail_pull, report_layers
-from trinity.testing.conditions import make_settings as make_settings
-from trinity.testing.conditions import predict_steps as predict_steps
-from trinity.testing.lives import ChannelOpened, Departure, FrontendArrival, Kill, Lives, Return
-from trinity.testing.readers import RequestRecord as RequestRecord
-from trinity.testing.readers import label_reader as label_reader
 
 
 class VirtualCluster(EventLoop):

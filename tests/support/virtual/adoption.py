@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
+from support.virtual.cluster import VirtualCluster
+from support.virtual.readers import RequestRecord, label_reader
 from trinity.core.frontend import Deliver, End
 from trinity.core.frontend_events import Adopt
 from trinity.core.instance.state import Settings
 from trinity.core.journal import Closing, Journal, JournalKeeper, JournalWriter, Kept, Opening, may_be_adopted
 from trinity.core.messages import Sampled, Submit, Value
-from trinity.testing.readers import RequestRecord, label_reader
-from trinity.testing.virtual import VirtualCluster
 
 FLUSH_S = 0.05
 
