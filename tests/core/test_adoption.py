@@ -18,7 +18,7 @@ from support.core_tables import work
 from support.many_front_ends import give_policy
 from support.virtual.adoption import BuddyCluster
 from support.virtual.cluster import Durations, make_settings
-from support.virtual.readers import label_reader
+from support.virtual.conversation import label_reader
 from trinity.core import frontend_adoption, journal
 from trinity.core.journal import JournalKeeper, JournalWriter, Kept
 from trinity.core.messages import FRONTEND

@@ -1,7 +1,7 @@
 """Prompts that stream to where they decode, in virtual time: what has come outlives the instance that prefilled it.
 
 ``streaming_cluster(seed, POLICY).run()`` repeats a run. Each block that can be matched is compared with what its key
-says as it is published (``support.virtual.matchable``), however its transfer broke off.
+says as it is published (``support.virtual.prefix_rules``), however its transfer broke off.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from support.reader_checks import check_readers
 from support.streaming_clusters import streaming_cluster, strike_streams
 from support.thinned import thinned
 from support.virtual.cluster import VirtualCluster
-from support.virtual.fetch_rules import FetchRules
-from support.virtual.matchable import Matchable
+from support.virtual.prefix_rules import FetchRules, Matchable
 from trinity.core.failure_policy import FailurePolicy
 from trinity.core.instance import arrival
 from trinity.core.instance.prefix_fetches import PrefixFetches

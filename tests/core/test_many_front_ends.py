@@ -18,7 +18,7 @@ from support.other_rules import is_noticed
 from support.reader_checks import TYPED
 from support.thinned import thinned
 from support.virtual.cluster import Durations, RequestRecord, VirtualCluster, make_settings
-from support.virtual.readers import label_reader
+from support.virtual.conversation import label_reader
 from trinity.core import frontend
 from trinity.core.failure_policy import FailurePolicy
 from trinity.core.frontend import FrontendCore

@@ -11,8 +11,7 @@ from functools import cache
 from pathlib import Path
 
 import trinity.testing.checkpoints as checkpoints
-from support.any_model.media_checkpoint import build_any_media
-from support.any_model.omni import build_omni
+from support.any_model.media_checkpoint import build_any_media, build_omni
 from support.loop_guard import left_out
 from support.paths import ROOT
 from trinity.testing.checkpoints_fp8 import build_fp8_checkpoint

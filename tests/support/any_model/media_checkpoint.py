@@ -2,7 +2,7 @@
 
 The config is the type's own default with every size made small; the tokenizer knows each special token that the type's
 processor names; the image processor is the type's own with a PIL backend. Nothing here is written for one type but what
-``any_media_types`` has.
+``media_types`` has, and the whole Qwen-Omni models: a thinker that writes, and a talker and a vocoder that speak.
 """
 
 from __future__ import annotations
@@ -20,13 +20,34 @@ from support.any_model.tekken import make_tekken_tokenizer, write_extractor
 from trinity.errors import UnsupportedModel
 from trinity.preprocess.loader import find_processor_class, load_processor
 from trinity.preprocess.video_processors import find_images
-from trinity.testing.checkpoints import _no_progress_bar, write_checkpoint
+from trinity.testing.checkpoints import _no_progress_bar, _recipe, _scale_weights, _silence, write_checkpoint
 from trinity.testing.checkpoints_recipes import Recipe
 from trinity.testing.checkpoints_text import CHATML, build_tokenizer, chat_template
 
 _SPECIAL = re.compile(r"[\"'](<[^\"'<>\s{}]{1,40}>|\[[A-Z_]+\])[\"']")
 _NAMED = re.compile(r"tokenizer\.(\w+?_token)\b(?!_id)|tokenizer, [\"'](\w+?_token)[\"']")
 _STANDARD = {"bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token"}
+OMNI_TYPES = ("qwen2_5_omni", "qwen3_omni_moe")
+_OMNI_CLASSES = {
+    "qwen2_5_omni": "Qwen2_5OmniForConditionalGeneration",
+    "qwen3_omni_moe": "Qwen3OmniMoeForConditionalGeneration",
+}
+_OMNI_SIZES = {
+    "qwen2_5_omni": TypeSizes(
+        config={
+            "token2wav_config.bigvgan_config.upsample_initial_channel": 64,
+            "token2wav_config.dit_config.enc_channels": [16, 16, 16, 16, 48],
+        }
+    ),
+    "qwen3_omni_moe": TypeSizes(
+        config={
+            "talker_config.text_config.shared_expert_intermediate_size": 64,
+            "talker_config.spatial_merge_size": 2,
+            "code2wav_config.decoder_dim": 64,
+        }
+    ),
+}
+_SPEAKERS = "spk_dict.pt"  # of the vocoder, which transformers asks for as it loads the whole of Qwen2.5-Omni
 
 
 def multimodal_types() -> list[str]:
@@ -280,3 +301,37 @@ def _token_id(name: str, tokenizer: Any, processor: Any) -> int | None:
         if (number := tokenizer.get_vocab().get(token)) is not None:
             return int(number)
     return tokenizer.pad_token_id if kind in ("image", "bos") else len(tokenizer) - 1
+
+
+def build_omni(model_type: str, directory: Path, *, seed: int = 0) -> Path:
+    """Write a tiny whole model, one of ``OMNI_TYPES``, into ``directory``: the thinker of its recipe, and a talker."""
+    import torch
+    import transformers
+
+    recipe = _recipe(f"{model_type}_thinker")
+    config = _make_omni_config(model_type, recipe.config)
+    whole: Any = getattr(transformers, _OMNI_CLASSES[model_type])
+    directory.mkdir(parents=True, exist_ok=True)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = whole(config).float().eval()
+        _scale_weights(model.thinker, recipe, torch.Generator().manual_seed(seed))
+    _silence(model.thinker, recipe.tokenizer)
+    with _no_progress_bar():
+        model.save_pretrained(directory)
+    recipe.save_processor(directory)
+    if model_type == "qwen2_5_omni":
+        torch.save({"Chelsie": {"bos_token": 1}}, directory / _SPEAKERS)
+    return directory
+
+
+def _make_omni_config(model_type: str, thinker: Any) -> Any:
+    """Make the whole's config: that of the thinker's recipe, and all else small."""
+    from transformers import CONFIG_MAPPING
+
+    kind = CONFIG_MAPPING[model_type]
+    fields = make_config(kind, int(thinker.get_text_config().vocab_size), _OMNI_SIZES[model_type]).to_dict()
+    fields["thinker_config"] = thinker.to_dict()
+    for name in ("architectures", "transformers_version", "model_type"):
+        fields.pop(name, None)
+    return kind(**fields)

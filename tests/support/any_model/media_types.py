@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from support.any_model.media_audio import AUDIO_SIZES
-from support.any_model.media_flat import FLAT_SIZES
 from support.any_model.media_sizes import SIDE, TypeSizes
+
+
+def _in_letters(number: int) -> str:
+    """Write a number as Chameleon's vocabulary names the codes of an image: A for 0, B for 1, and so on."""
+    return "".join(chr(ord("A") + int(digit)) for digit in str(number))
+
 
 _ROPE = {"rope_type": "default", "rope_theta": 10_000.0}
 _MROPE = {**_ROPE, "mrope_section": [2, 3, 3]}
@@ -25,8 +29,45 @@ _LLAVA = TypeSizes(
     processor={"num_additional_image_tokens": 1, "patch_size": 14, "vision_feature_select_strategy": "default"},
 )
 OWN_SIZES: dict[str, TypeSizes] = {
-    **FLAT_SIZES,
-    **AUDIO_SIZES,
+    "chameleon": TypeSizes(
+        plain=("<racm3:break>", "<eoss>", *(f"IMGIMG{_in_letters(number)}Z" for number in range(32))),
+        config={
+            "vq_config.num_embeddings": 32,
+            "vq_config.base_channels": 32,
+            "vq_config.channel_multiplier": [1, 1, 1, 1, 1],
+            "vq_config.embed_dim": 4,
+            "vq_config.latent_channels": 4,
+        },
+        images={"size": {"shortest_edge": 64}, "crop_size": {"height": 64, "width": 64}},
+        processor={"image_seq_length": 16},
+        chats=False,
+    ),
+    "phi4_multimodal": TypeSizes(
+        config={
+            "vision_config.image_size": 160,
+            "vision_config.crop_size": 160,
+            "vision_config.patch_size": 5,
+            "audio_config.num_blocks": 2,  # more of random weights make other features of a rounding error
+            "audio_config.nemo_conv_channels": 64,
+            "audio_config.ext_pw_out_channel": 64,
+            "audio_config.depthwise_separable_out_channel": 64,
+        },
+        images={"size": {"height": 160, "width": 160}, "patch_size": 5},  # 32 a side make its processor's 256 tokens
+        chats=False,
+    ),
+    "granite_speech": TypeSizes(config={"has_lora_adapter": False}, embedding_std=0.1),
+    "granite_speech_plus": TypeSizes(
+        config={
+            "has_lora_adapter": False,
+            "encoder_config.cat_hidden_layers": [0],
+            "projector_config.encoder_hidden_size": 128,  # of that layer's rows and of the last one's
+        }
+    ),
+    "voxtral": TypeSizes(
+        tekken=True,
+        config={"audio_config.intermediate_size": 256},  # four rows of the tower, which become one
+        audio={"feature_size": 128},
+    ),
     "cohere2_vision": TypeSizes(images={"patch_size": 2}),
     "minimax_m3_vl": TypeSizes(image_token="]<]image[>[", image_text="]<]image[>[", plain=("]<]image[>[",)),
     "lfm2_vl": TypeSizes(

@@ -7,8 +7,13 @@ from pathlib import Path
 
 import msgspec
 
-from support.any_model.media_checkpoint import build_any_media, make_processor_of_media, multimodal_types
-from support.any_model.omni import OMNI_TYPES, build_omni
+from support.any_model.media_checkpoint import (
+    OMNI_TYPES,
+    build_any_media,
+    build_omni,
+    make_processor_of_media,
+    multimodal_types,
+)
 from support.any_model.text_checkpoint import build_any_text, list_causal_types
 from trinity.errors import UnsupportedModel
 from trinity.preprocess.checkpoint import read_config

@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
-from support.virtual.cluster import VirtualCluster
-from support.virtual.readers import RequestRecord, label_reader
+from support.virtual.cluster import RequestRecord, VirtualCluster
+from support.virtual.conversation import label_reader
 from trinity.core.frontend import Deliver, End
 from trinity.core.frontend_events import Adopt
 from trinity.core.instance.state import Settings

@@ -11,11 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Protocol
 
 from support.virtual.conversation import Conversation, ends_lease_early
-from support.virtual.fetch_rules import FetchRules
-from support.virtual.holders import check_states, count_holders
 from support.virtual.lives import Lives
-from support.virtual.matchable import Matchable
 from support.virtual.move_rules import FrontEnds, MoveRules, map_frontends
+from support.virtual.prefix_rules import FetchRules, Matchable
 from support.virtual.shadow import Shadow
 from support.virtual.spare_rules import SpareRules
 from trinity.core import InstanceCore
@@ -270,6 +268,26 @@ def check_state(s: State) -> None:
         assert incoming is not None, f"{request} is no target of {offer}"
         assert incoming.offer.id == offer, f"{request} is the target of {incoming.offer.id}, not {offer}"
         assert not incoming.released, f"{offer} is released and still known"
+
+
+def check_states(s: State) -> None:
+    """Check that a request holds one block of states while it holds KV, and none before or after; or never any."""
+    for request, state in s.requests.items():
+        due = STATE in s.pools and bool(state.block_table)
+        assert len(state.state_block) == due, f"{s.settings.name}: {request} holds {state.state_block} beside its KV"
+
+
+def count_holders(s: State, kind: str) -> Counter[int]:
+    """Count the holders of each block of a kind: requests, leases, and fetches of a prefix."""
+    holders: Counter[int] = Counter()
+    for state in s.requests.values():
+        features = [block for slot in state.media for block in slot.blocks]
+        holders.update({KV: state.block_table, STATE: state.state_block}.get(kind, features))
+    for lease in s.outgoing.values():
+        holders.update(dict(lease.by_kind).get(kind, ()))
+    for fetch in s.prefix_fetches.values():
+        holders.update((*fetch.ahead, *fetch.places) if kind == KV else ())
+    return holders
 
 
 PHASE_QUEUES = {

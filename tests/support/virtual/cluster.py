@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf
 from random import Random
@@ -30,9 +30,8 @@ from support.virtual.conditions import Faults as Faults
 from support.virtual.conditions import count_up, fail_pull, report_layers
 from support.virtual.conditions import make_settings as make_settings
 from support.virtual.conditions import predict_steps as predict_steps
+from support.virtual.conversation import label_reader
 from support.virtual.lives import ChannelOpened, Departure, FrontendArrival, Kill, Lives, Return
-from support.virtual.readers import RequestRecord as RequestRecord
-from support.virtual.readers import label_reader as label_reader
 from trinity.core import InstanceCore
 from trinity.core.failure_policy import NO_RECOVERY, FailurePolicy
 from trinity.core.frontend import Abort, Deliver, End
@@ -62,6 +61,18 @@ from trinity.core.peer_exit import PeerLeaving
 from trinity.core.routing import RoundRobin, RoutingPolicy
 from trinity.core.values import FrontendUp
 from trinity.simulation.event_loop import EventLoop
+
+
+@dataclass
+class RequestRecord:
+    """Record of one request as its reader sees it; times are virtual seconds."""
+
+    work: Work
+    submitted: float
+    tokens: list[int] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    end: End | None = None
+    ended: float | None = None
 
 
 class VirtualCluster(EventLoop):

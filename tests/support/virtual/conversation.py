@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
 from typing import TypeGuard
 
-from support.virtual.offers import Transfer, list_pieces
-from support.virtual.readers import label_reader
 from trinity.core import InstanceCore
 from trinity.core.frontend import Abort, Deliver, End
 from trinity.core.frontend_events import Adopt
@@ -43,6 +42,35 @@ from trinity.core.messages import (
 from trinity.core.values import is_frontend
 
 HELPS = {(before, said) for before in ("asked", "begun", "no") for said in ("begun", "ready", "no")} | {("ready", "no")}
+
+
+def label_reader(owner: str, request: str) -> str:
+    """Name a reader: by the request's id at the first front end, with the front end's name ahead of it elsewhere."""
+    return request if owner == FRONTEND else f"{owner}/{request}"
+
+
+@dataclass
+class Transfer:
+    """One offer, as seen from outside."""
+
+    offer: Offer
+    target: str
+    layers: int = 1
+    ready: set[object] = field(default_factory=set)  # parts; of KV (block, layer)
+    asked: set[object] = field(default_factory=set)
+    running: set[int] = field(default_factory=set)
+    committed: bool = False
+    outcome: str | None = None
+    void: bool = False  # one of the two has died
+
+
+def list_pieces(
+    transfer: Transfer, layers: tuple[int, int] | None, blocks: tuple[int, int] | None
+) -> list[tuple[int, int]]:
+    """List the (block, layer) cells of a KV offer, all of them where None."""
+    first, end = layers or (0, transfer.layers)
+    start, stop = blocks or (0, len(transfer.offer.parts[0].blocks))
+    return [(block, layer) for block in range(start, stop) for layer in range(first, end)]
 
 
 class Conversation:
