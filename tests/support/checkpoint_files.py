@@ -14,8 +14,7 @@ import trinity.testing.checkpoints as checkpoints
 from support.any_model.media_checkpoint import build_any_media, build_omni
 from support.loop_guard import left_out
 from support.paths import ROOT
-from trinity.testing.checkpoints_fp8 import build_fp8_checkpoint
-from trinity.testing.checkpoints_quantization import build_quantised_checkpoint
+from trinity.testing.checkpoints_quantization import build_fp8_checkpoint, build_quantised_checkpoint
 
 FP8, ANY, OTHERS, WHOLE = "fp8-", "any-", "quantised-", "whole-"
 CACHE = ROOT / ".pytest_cache" / "trinity-checkpoints"

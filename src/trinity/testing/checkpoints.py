@@ -74,10 +74,9 @@ def build_midsize(name: str, directory: Path, *, seed: int = 0) -> Path:
 def _recipe(name: str) -> Recipe:
     from trinity.testing import checkpoints_audio, checkpoints_qwen, checkpoints_recipes, checkpoints_tiles
     from trinity.testing import checkpoints_llava as llava
-    from trinity.testing import checkpoints_video as video
 
     function = name.replace("-", "_")
-    for module in (checkpoints_recipes, llava, checkpoints_qwen, checkpoints_tiles, video, checkpoints_audio):
+    for module in (checkpoints_recipes, llava, checkpoints_qwen, checkpoints_tiles, checkpoints_audio):
         if hasattr(module, function):
             recipe: Recipe = getattr(module, function)()
             return recipe

@@ -1,4 +1,4 @@
-"""Recipes of the LLaVA line and of Gemma 3: a ViT, a projector and a language model."""
+"""Recipes of the LLaVA line, videos included, and of Gemma 3: a ViT, a projector and a language model."""
 
 from __future__ import annotations
 
@@ -81,6 +81,44 @@ def llava_next() -> Recipe:
         size={"shortest_edge": 42}, crop_size=square_size(42), image_grid_pinpoints=grid
     )
     return Recipe(config, LlavaNextForConditionalGeneration, tokenizer, images, _fields("LlavaNextProcessor"))
+
+
+def llava_next_video() -> Recipe:
+    from transformers import (
+        CLIPVisionConfig,
+        LlamaConfig,
+        LlavaNextImageProcessorPil,
+        LlavaNextVideoConfig,
+        LlavaNextVideoForConditionalGeneration,
+    )
+
+    tokenizer = llama_tokenizer(image_token="<image>", video_token="<video>")
+    grid = [[56, 56], [56, 112], [112, 56]]
+    vision = {**VISION_CONFIG, "image_size": 56, "patch_size": 14, "projection_dim": VISION_CONFIG["hidden_size"]}
+    config = LlavaNextVideoConfig(
+        vision_config=CLIPVisionConfig(**vision),
+        text_config=LlamaConfig(**TEXT_CONFIG, **text_ids(tokenizer)),
+        image_token_index=tokenizer.image_token_id,
+        video_token_index=tokenizer.video_token_id,
+        image_grid_pinpoints=grid,
+        image_seq_length=16,
+        video_seq_length=4,
+    )
+    images = LlavaNextImageProcessorPil(
+        size={"shortest_edge": 56}, crop_size=square_size(56), image_grid_pinpoints=grid
+    )
+    fields = {
+        "processor_class": "LlavaNextVideoProcessor",
+        "patch_size": 14,
+        "vision_feature_select_strategy": "default",
+        "num_additional_image_tokens": 1,
+    }
+    videos = {
+        "video_processor_type": "LlavaNextVideoVideoProcessor",
+        "size": {"shortest_edge": 56},
+        "crop_size": square_size(56),
+    }
+    return Recipe(config, LlavaNextVideoForConditionalGeneration, tokenizer, images, fields, videos=videos)
 
 
 def _clip_and_llama(text: dict[str, Any], vision: dict[str, Any], tokenizer: Any) -> dict[str, Any]:

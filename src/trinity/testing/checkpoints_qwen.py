@@ -1,10 +1,10 @@
-"""Recipes of Qwen-VL (images of any size, three-axis positions) and of MiniCPM-V over a Qwen3 text model."""
+"""Recipes of Qwen-VL (images of any size, three-axis positions), and of MiniCPM-V and VideoLLaMA 3 over Qwen's text."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from trinity.testing.checkpoints_recipes import TEXT_CONFIG, Recipe, chatml_tokenizer, text_ids
+from trinity.testing.checkpoints_recipes import TEXT_CONFIG, VISION_CONFIG, Recipe, chatml_tokenizer, text_ids
 
 _TOKENS = {
     "image_token": "<|image_pad|>",
@@ -147,3 +147,34 @@ def _minicpm_tokens() -> dict[str, str]:
         for side in ("start", "end")
     }
     return {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>", **pairs}
+
+
+def video_llama_3() -> Recipe:
+    from transformers import (
+        Qwen2Config,
+        VideoLlama3Config,
+        VideoLlama3ForConditionalGeneration,
+        VideoLlama3ImageProcessorPil,
+    )
+    from transformers.models.video_llama_3.configuration_video_llama_3 import VideoLlama3VisionConfig
+
+    tokens = {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"}
+    tokenizer = chatml_tokenizer("<|image_pad|>\n", tokens, video="<|video_pad|>\n")
+    vision: dict[str, Any] = {**VISION_CONFIG, "patch_size": 14}
+    config = VideoLlama3Config(
+        vision_config=VideoLlama3VisionConfig(**vision),
+        text_config=Qwen2Config(**TEXT_CONFIG, **text_ids(tokenizer)),
+        image_token_id=tokenizer.image_token_id,
+        video_token_id=tokenizer.video_token_id,
+    )
+    token = 28**2  # pixels of a visual token of a video
+    images = VideoLlama3ImageProcessorPil(size={"shortest_edge": 4 * token, "longest_edge": 16 * token})
+    videos = {
+        "video_processor_type": "VideoLlama3VideoProcessor",
+        "size": {"shortest_edge": 4 * token, "longest_edge": 12 * 9 * token},
+        "patch_size": 14,
+        "merge_size": 2,
+        "use_token_compression": True,
+    }
+    fields = {"processor_class": "VideoLlama3Processor"}
+    return Recipe(config, VideoLlama3ForConditionalGeneration, tokenizer, images, fields, videos=videos)

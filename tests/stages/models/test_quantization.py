@@ -20,7 +20,7 @@ from trinity.stages.attention.fp8 import FP8
 from trinity.stages.attention.interface import register_attention
 from trinity.stages.models import load_model, loader, quantization
 from trinity.stages.models.loader import count_weight_bytes
-from trinity.testing.checkpoints_fp8 import build_fp8_checkpoint
+from trinity.testing.checkpoints_quantization import build_fp8_checkpoint
 
 CUDA = torch.device("cuda", 0)
 
