@@ -14,11 +14,11 @@ import pytest
 
 import trinity.bench.live_replay
 from support.pipeline_options import pipeline_options
-from trinity.bench.live_replay import live_goodput, measure_candidates, replay
+from trinity.bench.live_replay import live_goodput, replay
 from trinity.core.scheduler import BatchRules
 from trinity.costs.emulated_cost import LinearCost
 from trinity.emulation.model import EmulatedModel, EmulatedRequest, EmulatedShape
-from trinity.errors import ClosedError, ConfigError, TraceError, TrinityWarning
+from trinity.errors import ClosedError, TraceError, TrinityWarning
 from trinity.pipeline import Pipeline
 from trinity.request import Request
 from trinity.traces.trace import SLO, SLO_RULES, Trace, TraceImage, TraceRow
@@ -233,24 +233,6 @@ async def test_each_rate_may_have_a_pipeline_of_its_own() -> None:
     assert found.rate == 0
     assert len(made) == len(found.points) > 1
     assert all(len(pipe.trace) == 12 for pipe in made)
-
-
-async def test_candidates_are_started_replayed_and_measured_and_the_best_comes_first() -> None:
-    model = EmulatedModel(shape=SHAPE, cost=OUTPUT)
-    options: dict[str, Any] = {"least_requests": 2, "least_ttfts": 0.1, "step": 4.0, "tolerance": 9.0, "deepest": 2.0}
-    settings = pipeline_options(
-        {"pools": POOLS, "image_block_size": 32, "rules": BatchRules(token_budget=8), "slo": None}
-    )
-    slo, expected = SLO(ttft=0.15, tbt=9.0), {"1EPD": 25.0, "4EPD": 90.0}
-    found = await measure_candidates(
-        model, ["1EPD", "4EPD"], stream(60), slo, expected=expected, pipeline=settings, **options
-    )
-    assert set(found) == {"1EPD", "4EPD"}
-    rates = [each.rate for each in found.values()]
-    assert rates == sorted(rates, reverse=True)
-    assert {name: each.points[0].rate for name, each in found.items()} == pytest.approx(expected)
-    with pytest.raises(ConfigError, match="at least one placement"):
-        await measure_candidates(model, [], stream(), slo, pipeline=settings)
 
 
 # ---------------------------------------------------------------- the trace that every pipeline writes

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import math
-from itertools import product
-
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from trinity.costs.demand import Demand, peak_load, sum_by_stage
+from trinity.costs.demand import Demand, sum_by_stage
 from trinity.costs.model_shape import get_model_shape
 from trinity.costs.step_cost import DEVICES, Roofline
 from trinity.errors import ConfigError, TraceError
-from trinity.placement import Placement
 from trinity.traces.trace import SLO, Trace, TraceImage, TraceRow
 
 
@@ -100,42 +94,3 @@ def test_steps_of_a_known_model_and_device_are_in_time() -> None:
     of = demand.of(row(text=50, images=(576,), out=100))
     assert 0 < of["E"] < of["P"] < 0.1
     assert demand.of(row(text=50, images=(576,), out=199))["D"] == pytest.approx(2 * of["D"], rel=0.1)
-
-
-def test_loads_by_hand() -> None:
-    demand = {"E": 1.0, "P": 3.0, "D": 2.0}
-    assert peak_load(demand, "6EPD") == 1
-    assert peak_load(demand, "1E3P2D") == 1
-    assert peak_load(demand, "2E2P4D") == 1.5  # P
-    assert peak_load(demand, Placement.parse("2EP4D")) == 2  # E and P share two
-    assert peak_load(demand, "1E5PD") == 1
-    assert peak_load({"E": 0.0, "P": 1.0, "D": 1.0}, "PD") == 2
-    assert peak_load(demand, "1P1D") == math.inf
-
-
-def spread(demand: dict[str, float], roles: list[str], steps: int) -> float:
-    """The lowest highest load over all ways to spread stages over instances in ``steps`` parts each."""
-    choices = []
-    for stage in "EPD":
-        able = [place for place, held in enumerate(roles) if stage in held]
-        parts = [split for split in product(range(steps + 1), repeat=len(able)) if sum(split) == steps]
-        choices.append([dict(zip(able, split, strict=True)) for split in parts])
-    loads = (
-        max(
-            sum(demand[stage] * way.get(place, 0) / steps for stage, way in zip("EPD", ways, strict=True))
-            for place in range(len(roles))
-        )
-        for ways in product(*choices)
-    )
-    return min(loads)
-
-
-@given(
-    st.fixed_dictionaries({stage: st.integers(1, 8).map(float) for stage in "EPD"}),
-    st.sampled_from(["EPD", "EP+D", "ED+P", "E+P+D", "PD+E", "2EPD", "EPD+D", "EP+PD", "EPD+PD"]),
-)
-def test_the_load_is_what_the_best_spreading_reaches(demand: dict[str, float], placement: str) -> None:
-    roles = [held for _, held in Placement.parse(placement).instances()]
-    reached = spread(demand, roles, 8)
-    assert peak_load(demand, placement) <= reached + 1e-9
-    assert reached <= peak_load(demand, placement) + sum(demand.values()) / 8  # as close as parts of an eighth come

@@ -13,12 +13,9 @@ from hypothesis import strategies as st
 
 from trinity.core.scheduler import StepTime
 from trinity.costs.budgets import StepCost
-from trinity.costs.emulated_cost import TableCost
 from trinity.costs.interconnects import INTERCONNECTS, Interconnect
 from trinity.costs.model_shape import MODELS, LayerShape, ModelShape, VisionShape, get_model_shape
 from trinity.costs.step_cost import DEVICES, CostTables, Device, Roofline, get_device
-from trinity.emulation.model import LLAVA_15_7B as PACED
-from trinity.emulation.model import EmulatedModel
 from trinity.errors import ConfigError, UnknownName
 
 SLOW = Device(
@@ -146,14 +143,6 @@ def test_transfers() -> None:
     for wrong in ({"bandwidth": 0}, {"fixed_s": -1}, {"bandwidth": math.nan}):
         with pytest.raises(ConfigError, match="positive"):
             Interconnect(**{"name": "x", "bandwidth": 1.0, **wrong})  # type: ignore[arg-type]
-
-
-def test_a_roofline_paces_a_pipeline() -> None:
-    cost = Roofline(model=get_model_shape("llava-1.5-7b"), device=get_device("H100"))
-    table = TableCost.from_cost_model(cost, (1, 8, 64, 512), source="roofline of H100")
-    for count in (1, 8, 64, 512):
-        assert table.seconds(count, 0, 0) == pytest.approx(cost.seconds(count, 0, 0))
-    assert "H100" in str(EmulatedModel(shape=PACED, cost=table))
 
 
 # ---------------------------------------------------------------- measured tables

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from trinity.costs.media_tokens import MediaRules
-from trinity.costs.video_tokens import VIDEO_FAMILIES, VIDEO_RULES, video_images, video_tokens
+from trinity.costs.video_tokens import VIDEO_FAMILIES, VIDEO_RULES, video_tokens
 from trinity.errors import ConfigError, UnknownName
 from trinity.preprocess.video_processors import load_video_processor
 from trinity.traces.media import TraceVideo
@@ -66,11 +66,6 @@ def test_one_rule_counts_a_trace_s_clip_and_its_groups() -> None:
         clip = MediaRules(video=rule).measure(TraceVideo(frames=7, width=640, height=360))
         assert tuple(clip.list_tokens()) == listed, family
         assert clip.tokens == sum(listed)
-
-
-def test_a_trace_has_groups_as_images() -> None:
-    images = video_images("llava_onevision", 4, 640, 360)
-    assert [image.tokens for image in images] == [196, 196, 196, 197]
 
 
 def test_what_cannot_be_counted_is_said() -> None:

@@ -74,6 +74,5 @@ def test_costs() -> None:
     assert linear.seconds(0, 0, 100) == pytest.approx(2.1)
     measured = StepCost.from_samples(decodes={1: 0.5, 8: 1.0}, prefill={64: 2.0})
     table = TableCost.from_step_cost(measured, "a profile")
-    sampled = TableCost.from_cost_model(measured, (1, 8, 64), "the same")
     for rows in ((1, 0, 0), (8, 0, 0), (0, 64, 0), (3, 0, 0)):
-        assert table.seconds(*rows) == measured.seconds(*rows) == pytest.approx(sampled.seconds(*rows))
+        assert table.seconds(*rows) == measured.seconds(*rows)

@@ -1,23 +1,22 @@
-"""Replay traces on live pipelines in open loop, and measure goodput and Algorithm 2's candidates with them."""
+"""Replay traces on live pipelines in open loop, and measure goodput with them."""
 
 from __future__ import annotations
 
 import asyncio
 import itertools
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeVar, Unpack
 
 import msgspec
 
 from trinity.bench.lookalike import Lookalikes
-from trinity.emulation.model import EmulatedModel, EmulatedRequest
+from trinity.emulation.model import EmulatedRequest
 from trinity.emulation.processor import EmulatedProcessor
-from trinity.errors import ClosedError, ConfigError, RequestError, TraceError, TrinityError, warn_caller
+from trinity.errors import ClosedError, RequestError, TraceError, TrinityError, warn_caller
 from trinity.pipeline import Pipeline
 from trinity.pipeline.ended_requests import make_trace_row
 from trinity.pipeline.stream import Stream
-from trinity.placement import Placement
 from trinity.request import Request
 from trinity.traces.cut_short import fill_cut_outputs
 from trinity.traces.goodput import Goodput, GoodputOptions, search_goodput
@@ -28,7 +27,6 @@ RequestFactory = Callable[[TraceRow, int], Request]  # of a row and its number i
 LATE_WARNING_S = 0.05  # seconds after its arrival; a request sent later is the client's fault
 _LEAD_S = 0.05  # before the first arrival, so that starting the replay does not make the first request late
 _DEEPEST_SEARCH = 16.0
-_START_SHARE = 0.9  # of a bound, where a search of goodput begins
 _salts = itertools.count(1)
 
 
@@ -163,30 +161,3 @@ async def _replay_once(
         return await replay(pipe, offered, request_of=request_of, late_s=late_s)
     async with pipe() as made:
         return await replay(made, offered, request_of=request_of, late_s=late_s)
-
-
-async def measure_candidates(
-    model: str | EmulatedModel,
-    placements: Iterable[str | Placement],
-    trace: Trace,
-    slo: SLO,
-    *,
-    expected: Mapping[str, float] | None = None,
-    pipeline: Mapping[str, Any] | None = None,
-    **options: Unpack[GoodputOptions],
-) -> dict[str, Goodput]:
-    """Measure each candidate by a live replay (TriInfer, Algorithm 2, lines 17 to 19); the best comes first.
-
-    One pipeline after another, ``Pipeline(model, placement, slo=slo, **pipeline)``. ``expected`` has simulated
-    goodputs by placement, in requests/s, where the searches begin. Raises ``ConfigError`` where there is no candidate.
-    """
-    found: dict[str, Goodput] = {}
-    for placement in placements:
-        name = str(placement)
-        near = (expected or {}).get(name)
-        bounded: GoodputOptions = {**options, "bound": near / _START_SHARE} if near else options
-        async with Pipeline(model, placement, **{"slo": slo, **(pipeline or {})}) as pipe:
-            found[name] = await live_goodput(pipe, trace, slo, **bounded)
-    if not found:
-        raise ConfigError("give at least one placement to measure")
-    return dict(sorted(found.items(), key=lambda each: -each[1].rate))

@@ -1,13 +1,11 @@
-"""Stage demand of traffic, in seconds of E, P and D a second, and the load that it puts on a placement.
+"""Stage demand of traffic, in seconds of E, P and D a second.
 
 Predicted by a cost model. Watch demand rather than the request rate, which hides a change of what is requested.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping
-from itertools import combinations
 
 import msgspec
 
@@ -15,7 +13,7 @@ from trinity.core.scheduler import latency_bound
 from trinity.costs.budgets import MAX_PREFILL_TOKENS, search_budget
 from trinity.costs.step_cost import CostModel
 from trinity.errors import ConfigError, TraceError
-from trinity.placement import STAGES, Placement
+from trinity.placement import STAGES
 from trinity.traces.trace import SLO, Trace, TraceRow
 
 MAX_VISUAL_TOKENS = 32_768  # visual tokens of a step; larger steps gain nothing on any known device
@@ -92,22 +90,6 @@ def sum_by_stage(seconds: Iterable[Mapping[str, float]]) -> dict[str, float]:
         for stage in STAGES:
             found[stage] += each[stage]
     return found
-
-
-def peak_load(demand: Mapping[str, float], placement: Placement | str) -> float:
-    """Load of a placement's most loaded set of stages, as a share of its time; above 1 no schedule keeps up.
-
-    ``demand``: stage seconds a second. Hall's condition: compares each set of stages with the instances that serve any
-    of them. Infinite where a stage in demand has no instance.
-    """
-    parsed = Placement.parse(placement) if isinstance(placement, str) else placement
-    worst = 0.0
-    for size in range(1, len(STAGES) + 1):
-        for stages in combinations(STAGES, size):
-            instances = sum(group.count for group in parsed.groups if set(group.roles) & set(stages))
-            wanted = sum(demand[stage] for stage in stages)
-            worst = max(worst, wanted / instances if instances else math.inf if wanted else 0.0)
-    return worst
 
 
 def _largest(seconds: Callable[[int], float], limit_s: float, most: int) -> int:

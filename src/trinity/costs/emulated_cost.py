@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from trinity.core.scheduler import StepTime
-from trinity.costs.budgets import CostCurve, StepCost
+from trinity.costs.budgets import StepCost
 from trinity.errors.arguments import KeywordsByName, Number, check_struct
 
 
@@ -61,12 +60,3 @@ class TableCost(StepCost, frozen=True, kw_only=True, tag=True):
     def from_step_cost(cls, cost: StepCost, source: str) -> TableCost:
         """Build it from measurements of a running instance (``StepBudgets.cost``)."""
         return cls(decodes=cost.decodes, prefill=cost.prefill, media=cost.media, source=source)
-
-    @classmethod
-    def from_cost_model(cls, cost: StepTime, counts: tuple[int, ...], source: str) -> TableCost:
-        """Build it from any cost model, sampled at ``counts`` rows of each kind alone."""
-        alone = [((n, 0, 0), (0, n, 0), (0, 0, n)) for n in sorted(counts)]
-        tables: list[CostCurve] = [
-            tuple((max(row), cost.seconds(*row)) for row in rows) for rows in zip(*alone, strict=True)
-        ]
-        return cls(decodes=tables[0], prefill=tables[1], media=tables[2], source=source)

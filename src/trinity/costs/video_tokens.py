@@ -1,4 +1,4 @@
-"""Visual tokens of a video, group of frames by group: what a trace has as images, and each is encoded by itself.
+"""Visual tokens of a video, group of frames by group.
 
 Rules are those of ``media_tokens``, with the settings of the published checkpoints of each family.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from trinity.costs.media_tokens import VideoRule
 from trinity.errors import ConfigError, UnknownName
-from trinity.traces.trace import TraceImage
 
 _QWEN2 = VideoRule(group=2)
 VIDEO_RULES: dict[str, VideoRule] = {
@@ -38,8 +37,3 @@ def video_tokens(family: str, frames: int, width: int, height: int) -> tuple[int
     if family not in VIDEO_RULES:
         raise UnknownName("family with videos", family, VIDEO_FAMILIES)
     return VIDEO_RULES[family].list_tokens(frames, width, height)
-
-
-def video_images(family: str, frames: int, width: int, height: int) -> list[TraceImage]:
-    """Make the groups of a video as the images of a trace's row, of which each is encoded and cached by itself."""
-    return [TraceImage(tokens=each) for each in video_tokens(family, frames, width, height)]

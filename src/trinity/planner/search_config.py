@@ -12,8 +12,6 @@ from trinity.planner.progress import Report
 from trinity.planner.search_space import Space
 from trinity.traces.goodput import LEAST_REQUESTS
 
-SPLITS = ("largest_remainder", "minimax")
-
 
 @check_arguments
 @dataclass(frozen=True)

@@ -311,11 +311,6 @@ class InstanceHost:
         return {lane: (step, seconds) for (lane, step), seconds in self.predict_steps().items()}
 
     @property
-    def stage_cpu_s(self) -> float:
-        """CPU time of the lanes, in seconds."""
-        return sum(lane.cpu_s for lane in self._lanes.values())
-
-    @property
     def blocks_digested(self) -> int:
         """Digests that the core's thread has computed so far: it grows while that thread does nothing else."""
         return 0 if self._digests is None else self._digests.computed

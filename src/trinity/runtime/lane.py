@@ -97,7 +97,6 @@ class Lane:
         self.instance, self.name, self.cores = instance, name, tuple(cores)
         self.stages, self._stream = list(stages), stream or LaneStream()
         self._streams = type(self._stream) is not LaneStream  # a CPU's has nothing to wait for
-        self.cpu_s = 0.0
         self._depth, self._flight = depth, deque[InFlightStep]()
         self._free_at = 0.0  # when the last step ended
         self._post, self._failed, self._timeline, self._threads = post, failed, timeline, threads
@@ -172,8 +171,6 @@ class Lane:
                     return command
                 self._queue.put(None)  # stop only after the steps in flight
             self._finish()
-        if self._queue.empty():
-            self.cpu_s = time.thread_time()
         return self._queue.get()
 
     def _launch(self, step: Step) -> bool:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart; black is left for annotations.
 ORANGE, SKY, GREEN, BLUE = "#E69F00", "#56B4E9", "#009E73", "#0072B2"
-RED, PINK, YELLOW, GREY = "#D55E00", "#CC79A7", "#F0E442", "#999999"
+RED, PINK, GREY = "#D55E00", "#CC79A7", "#999999"
 SERIES = (BLUE, RED, GREEN, ORANGE, PINK, SKY, GREY)
 MARKERS = "osD^vPX*"  # one more than colours, so that 56 series differ in colour or marker
 STAGE_COLOURS = {"E": ORANGE, "P": BLUE, "D": GREEN}

@@ -38,7 +38,6 @@ _LAYER = {"self_attn", "layer_norm1", "layer_norm2", "mlp"}
 _OUTPUT_KEYWORDS = ("output_hidden_states", "return_dict")  # about the model's output, not the layer's
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "out_proj")
 _TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.6e-2}  # relative to the largest value of a row
-AttendFunction = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 
 
 class _FusedEncoderLayer(nn.Module):
