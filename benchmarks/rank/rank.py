@@ -33,7 +33,7 @@ from trinity.planner.race import race
 PROCESSES = 2
 ORDER_SEED = 0
 SEARCH = ("trinity.planner.problem", "trinity.planner.resample", "trinity.traces")
-CHOICE = ("trinity.planner.race", "trinity.planner.pruning")  # what no goodput hangs on
+CHOICE = ("trinity.planner.race",)  # what no goodput hangs on
 Job = tuple[Setup, Record | None]  # a case, and its goodputs where they are known
 
 

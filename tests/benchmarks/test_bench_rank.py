@@ -209,9 +209,9 @@ def test_sources_are_what_is_imported_directly_or_not(tmp_path: Path) -> None:
 def test_goodputs_do_not_hang_on_the_race_and_choices_do() -> None:
     searching = {path.name for path in rank_sources.behind(rank.SEARCH, rank.CHOICE)}
     assert {"trials.py", "bounds.py", "simulator.py", "goodput.py", "scheduler.py", "world.hpp"} <= searching
-    assert not {"race.py", "pruning.py", "hybrid.py", "pipeline.py"} & searching
+    assert not {"race.py", "hybrid.py", "pipeline.py"} & searching
     choosing = {path.name for path in rank_sources.behind((*rank.SEARCH, *rank.CHOICE))}
-    assert choosing - searching == {"race.py", "pruning.py"}
+    assert choosing - searching == {"race.py"}
     assert rank.keys(SMALL) != rank.keys(rank.Sizes())
 
 

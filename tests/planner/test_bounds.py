@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from trinity.costs.model_shape import MODELS, ModelShape
 from trinity.costs.step_cost import DEVICES, Roofline
 from trinity.errors import TraceTooShort
 from trinity.placement import Placement
-from trinity.planner.bounds import Bounds, Kind
+from trinity.planner.bounds import PULL_S, Bounds, Kind, predict_encode_waits, predict_step_waits
 from trinity.planner.candidates import Deployment, list_deployments
 from trinity.planner.trials import Trials, rate_of
 from trinity.simulation.simulator import Simulator
@@ -278,3 +279,51 @@ def found(
     except TraceTooShort:
         return 0.0  # no goodput by any rule: the trace is over before a queue has built up
     return 0.0 if step is None else rate_of(step)
+
+
+# ---------------------------------------------------------------- steps in progress
+
+STEP = 0.025
+TIGHT = SLO(2.0, 0.04)
+
+
+def counted(count: int, rate: float, lasting: float, spare: float, draws: int = 40_000) -> float:
+    """Share of requests, in turn to so many instances, that find more than ``spare`` of a step left."""
+    noise, until, now, late = random.Random(7), [0.0] * count, 0.0, 0
+    for number in range(draws):
+        now += noise.expovariate(rate)
+        place = number % count
+        late += now < until[place] and noise.uniform(0, STEP) > spare
+        until[place] = now + lasting
+    return late / draws
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+@pytest.mark.parametrize("gaps", [1, 8])
+def test_at_that_rate_a_tenth_meets_a_step_in_progress(count: int, gaps: int) -> None:
+    rate = predict_step_waits(count, STEP, Counter({gaps: 100}), TIGHT, "guard", 0.9)
+    assert counted(count, rate, gaps * STEP, TIGHT.tbt - STEP - PULL_S) == pytest.approx(0.1, abs=0.015)
+
+
+def test_what_tolerates_a_late_gap_does_not_count() -> None:
+    assert predict_step_waits(2, STEP, Counter({10: 100}), TIGHT, "guard", 0.9) == math.inf
+    assert predict_step_waits(2, STEP, Counter({10: 100}), TIGHT, "p99", 0.9) < 10
+    assert predict_step_waits(2, STEP, Counter({0: 100}), TIGHT, "guard", 0.9) == math.inf
+    assert predict_step_waits(2, STEP, Counter({8: 10, 50: 90}), TIGHT, "guard", 0.9) == math.inf  # a tenth may be late
+    assert predict_step_waits(2, STEP, Counter({8: 100}), SLO(2.0, 0.06), "guard", 0.9) == math.inf  # two steps fit
+    assert predict_step_waits(2, STEP, Counter({8: 100}), TIGHT, "tpot", 0.9) == math.inf  # seven others make up for it
+    assert predict_step_waits(2, STEP, Counter({1: 100}), TIGHT, "tpot", 0.9) < math.inf
+    assert predict_step_waits(1, STEP, Counter(), TIGHT, "guard", 0.9) == math.inf
+
+
+def test_more_instances_serve_more_than_in_proportion_since_each_comes_in_turn() -> None:
+    rates = [predict_step_waits(count, STEP, Counter({8: 100}), TIGHT, "guard", 0.9) for count in range(1, 8)]
+    assert all(rates[n] / rates[0] > n + 1 for n in range(1, 7))
+
+
+def test_an_encode_in_between_is_a_late_gap() -> None:
+    few, many = Counter({5: 100}), Counter({30: 100})
+    rate = predict_encode_waits(4, 0.03, STEP, few, TIGHT, 0.9)
+    assert 1 - math.exp(-rate / 4 * 5 * STEP) == pytest.approx(0.1)
+    assert predict_encode_waits(4, 0.03, STEP, many, TIGHT, 0.9) == math.inf
+    assert predict_encode_waits(4, 0.01, STEP, few, TIGHT, 0.9) == math.inf

@@ -22,7 +22,7 @@ from trinity.planner import HybridPlanner, SearchConfig, evaluate
 from trinity.planner.candidates import Deployment
 from trinity.planner.evaluate import count_late, find_busiest_stage, find_late_stages
 from trinity.planner.hardware import Hardware, cluster_of
-from trinity.planner.objectives import offer_at_once, score_effective_throughput, score_throughput
+from trinity.planner.hybrid import offer_at_once, score_effective_throughput, score_throughput
 from trinity.planner.progress import ProgressBar
 from trinity.simulation.simulator import Replay, Simulator
 from trinity.traces import synthesise

@@ -1,4 +1,4 @@
-"""Trials on a grid of rates, the race against the exhaustive ranking, and what each costs in replays."""
+"""Trials on a grid of rates, the race against the exhaustive ranking, its replays, and what a failed one rules out."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trinity.errors import TraceTooShort
+from trinity.placement import Placement
 from trinity.planner.candidates import Deployment, list_deployments
-from trinity.planner.race import race, reaches
+from trinity.planner.race import find_short_roles, has_no_more, race, reaches
 from trinity.planner.search import BoundedCandidate, search_all, sort_by_guess
 from trinity.planner.trials import GRID, Trials, rate_of, step_of
 from trinity.traces.goodput import RatePoint, RequestOutcome, ServeFunction, goodput
@@ -328,3 +329,58 @@ def test_who_reaches_a_rate() -> None:
     runs = made.runs
     assert reaches(made, entries, 100.0) is None  # beyond every upper bound
     assert made.runs == runs
+
+
+# ---------------------------------------------------------------- too few of which
+
+
+def placed(text: str, devices: str = "") -> Deployment:
+    placement = Placement.parse(text)
+    return Deployment.of(placement, devices or "A" * placement.size)
+
+
+def seen(first: float, kept: float, **load: float) -> RatePoint:
+    met: dict[str, float] = dict.fromkeys(SLO_RULES, kept)
+    return RatePoint(rate=9.0, duration_s=60.0, attainment=met, completed=1.0, ttft_attainment=first, load=load)
+
+
+@pytest.mark.parametrize(
+    ("placement", "point", "short"),
+    [
+        ("2E4P2D", seen(0.5, 0.5, E=0.2, P=0.95, D=1.0), {"P"}),
+        ("6EP2D", seen(0.5, 0.5, EP=0.95, D=1.0), {"EP"}),
+        ("6EP2D", seen(0.5, 0.5, EP=0.6, D=1.0), set()),  # P waits for D, which holds its blocks
+        ("6EP2D", seen(1.0, 0.85, EP=0.6, D=1.0), {"D"}),
+        ("6EP2D", seen(0.5, 0.4, EP=0.95, D=1.0), {"EP", "D"}),
+        ("6EP2D", seen(0.95, 0.86, EP=0.95, D=1.0), set()),  # a tenth of those in time may be late
+        ("2E4P2D", seen(0.5, 0.5, E=1.0, P=0.5, D=0.2), {"E"}),
+        ("2E4P2D", seen(0.5, 0.5, E=1.0, P=0.95, D=0.2), {"P"}),  # E may take larger batches
+        ("6PD2E", seen(0.5, 0.5, E=1.0, PD=1.0), set()),
+        ("4PD4E", seen(0.5, 0.5, E=0.3, PD=1.0), set()),  # what decodes is always at work
+        ("4PD4E", seen(0.9, 0.5, E=0.3, PD=1.0), {"PD"}),
+        ("4ED4P", seen(0.8, 0.3, ED=0.3, P=1.0), {"ED", "P"}),
+        ("8EPD", seen(0.5, 0.1, EPD=1.0), set()),  # there is no other ratio
+        ("6EP2D", seen(-1.0, 0.1, EP=1.0, D=1.0), set()),  # not known
+        ("6EP2D", seen(0.5, 0.5), set()),  # an engine that does not say
+    ],
+)
+def test_of_which_there_were_too_few(placement: str, point: RatePoint, short: set[str]) -> None:
+    assert find_short_roles(placed(placement), point, 0.9, "guard") == short
+
+
+def test_those_with_as_many_or_fewer_of_them_lack_them_too() -> None:
+    failed = placed("2E4P2D")
+    named = [str(each) for each in list_deployments("A" * 8, ["E+P+D"]) if has_no_more(each, failed, {"P", "D"})]
+    assert "1E4P3D" in named
+    assert "1E5P2D" in named
+    assert "1E3P4D" in named
+    assert not {"1E6P1D"} - set(named)
+    assert has_no_more(placed("1E1P6D"), failed, {"P"})
+    assert not has_no_more(placed("1E5P2D"), failed, {"P"})
+    assert not has_no_more(failed, failed, set())
+
+
+def test_other_devices_say_nothing() -> None:
+    assert has_no_more(placed("1EP2D", "AAA"), placed("2EP1D", "AAA"), {"EP"})
+    assert not has_no_more(placed("1EP2D", "BBB"), placed("2EP1D", "AAA"), {"EP"})
+    assert not has_no_more(placed("1EP2D", "BAA"), placed("2EP1D", "BAA"), {"EP"})

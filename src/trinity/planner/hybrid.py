@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,7 +15,7 @@ from trinity.costs.engines import DEFAULT_ENGINE, Engine
 from trinity.costs.given_costs import GivenCosts, check_costs, load_costs, warn_of_dtypes
 from trinity.costs.model_config import find_model_shape
 from trinity.costs.model_shape import ModelShape
-from trinity.errors import ConfigError, TraceError, TraceTooShort
+from trinity.errors import ConfigError, PlacementError, TraceError, TraceTooShort
 from trinity.errors.arguments import Positive, Share, Whole, check_arguments, check_call
 from trinity.placement import Group, Placement
 from trinity.planner.algorithm2 import choose_best
@@ -31,18 +31,7 @@ from trinity.planner.evaluate import (
     verify_on_cores,
 )
 from trinity.planner.hardware import DEFAULT_DEVICE, Devices, Hardware, check_simulator_options, choose_cluster
-from trinity.planner.objectives import (
-    MAX_WAITING,
-    UNBOUNDED,
-    ReplayScorer,
-    choose_waiting,
-    offer_at_once,
-    score_effective_throughput,
-    score_throughput,
-    search_by_replay,
-)
 from trinity.planner.plan import Candidate, Objective, Plan
-from trinity.planner.present import add_present, find_present, parse_present
 from trinity.planner.prices import iter_borrowed, price_steps
 from trinity.planner.problem import GoodputCriterion, PlanningProblem, choose_ratio_step
 from trinity.planner.progress import ProgressBar, Report
@@ -54,18 +43,25 @@ from trinity.planner.search import (
     is_same_deployment,
     rank_results,
     search_above,
+    search_to_end,
     sort_by_guess,
 )
 from trinity.planner.search_config import Options, SearchConfig
 from trinity.planner.strategy_result import StrategyResult
 from trinity.planner.trace_repair import prepare_recorded
-from trinity.traces.trace import SLO, SLORule, Trace
+from trinity.simulation.simulator import Replay
+from trinity.traces.goodput import RequestOutcome
+from trinity.traces.trace import COMPLETE, SLO, SLORule, Trace
 
 logger = logging.getLogger("trinity")
 SHORT = 2_000  # requests of a longer trace that are planned on where the cores must search
 MOST_LISTED = 2_500  # candidates in a plan; of more, those with the best bounds
 NO_SLO = SLO(1e6, 1e6)  # offline, steps are as large as throughput grows with them
 REPLAYED: tuple[Objective, ...] = ("throughput", "effective_throughput")
+MAX_WAITING, WAITING_EACH = 1024, 64  # a pipeline's default; for each instance where there are many
+UNBOUNDED = 10**9  # offline, all requests wait at once
+ReplayScorer = Callable[[Replay, Deployment], float]
+PresentSearch = Callable[[BoundedCandidate], SearchResult]  # searches one to its end
 
 
 @check_arguments
@@ -402,3 +398,106 @@ class HybridPlanner:
 
 
 _OWN = tuple(name for name in inspect.signature(HybridPlanner).parameters if name != "options")
+
+
+def choose_waiting(objective: Objective, instances: int) -> int:
+    """Return the requests without a token that a pipeline of this many instances should take in."""
+    return UNBOUNDED if objective == "throughput" else max(MAX_WAITING, WAITING_EACH * instances)
+
+
+def offer_at_once(trace: Trace) -> Trace:
+    """Return the same requests, all of them there from the start."""
+    return Trace(row.request_at(0.0) for row in trace.by_arrival())
+
+
+def score_throughput(replay: Replay, deployment: Deployment) -> float:
+    """Score a replay by requests/s served to their end."""
+    done = sum(each.finish_reason in COMPLETE for each in replay.outcomes)
+    return done / replay.duration_s if replay.duration_s else 0.0
+
+
+def score_effective_throughput(slo: SLO, rule: SLORule) -> ReplayScorer:
+    """Score replays by tokens/s and device of the requests that are in time (EPD-Serve table 5)."""
+
+    def score(replay: Replay, deployment: Deployment) -> float:
+        tokens = sum(_tokens(each) for each in replay.outcomes if slo.is_met(each, rule))
+        return tokens / replay.duration_s / len(deployment.devices) if replay.duration_s else 0.0
+
+    return score
+
+
+def _tokens(outcome: RequestOutcome) -> int:
+    return 1 + len(outcome.itl_s)
+
+
+def search_by_replay(
+    case: PlanningProblem,
+    offered: Trace,
+    entries: Iterable[BoundedCandidate],
+    score: ReplayScorer,
+    ceiling: Callable[[BoundedCandidate], float],
+    *,
+    every: bool,
+    known: Iterable[SearchResult] = (),
+) -> list[SearchResult]:
+    """Replay each once, best first; unless ``every``, skip those that cannot beat the best so far.
+
+    ``ceiling``: a score that the entry cannot exceed.
+    """
+    found = list(known)
+    done = {each.entry.deployment for each in found if each.exact}
+    best = max((each.score for each in found if each.exact), default=0.0)
+    for entry in entries:
+        if entry.deployment in done:
+            continue
+        if not every and ceiling(entry) <= best:
+            found.append(SearchResult(entry, False, None, entry.upper))
+            continue
+        case.trials.tell(f"{entry.deployment}")
+        simulator = case.hardware.search_simulator(entry.deployment, case.asked.slo)
+        value = score(simulator.replay(offered, entry.deployment.placement), entry.deployment)
+        found.append(SearchResult(entry, True, None, entry.upper, value))
+        best = max(best, value)
+    return rank_results(found)
+
+
+def parse_present(present: Placement | str | None) -> Placement | None:
+    """Parse the placement that runs now; None where none was given. Raises ``PlacementError`` for what is none."""
+    return Placement.parse(present) if isinstance(present, str) else present
+
+
+def add_present(
+    case: PlanningProblem,
+    searched: StrategyResult,
+    present: Placement | None,
+    devices: tuple[str, ...],
+    search: PresentSearch | None = None,
+) -> StrategyResult:
+    """Search ``present`` to its end unless that was done; nothing is added where it is None.
+
+    ``devices``: names of those that it may run on, the first of them where the search has none for it. ``search``:
+    searches it, by goodput where not given. Raises ``PlacementError`` where it does not fit them.
+    """
+    same = [each for each in searched.found if each.entry.deployment.placement == present]
+    if present is None or any(each.exact for each in same):
+        return searched
+    entry = same[0].entry if same else _bound_present(case, present, devices, searched)
+    added = search(entry) if search else search_to_end(case.trials, entry)
+    others = [each for each in searched.found if each.entry.deployment != entry.deployment]
+    return searched._replace(found=rank_results([*others, added]))
+
+
+def find_present(searched: StrategyResult, present: Placement | None) -> list[SearchResult]:
+    """List the result of the present placement that was searched to its end; empty where none was asked for."""
+    return [each for each in searched.found if each.exact and each.entry.deployment.placement == present][:1]
+
+
+def _bound_present(
+    case: PlanningProblem, present: Placement, devices: tuple[str, ...], searched: StrategyResult
+) -> BoundedCandidate:
+    if present.size > len(devices):
+        raise PlacementError(f"{present}, which runs now, has {present.size} instances; the plan is for {len(devices)}")
+    deployment = Deployment.of(present, devices[: present.size])
+    if why := case.hardware.misfit(deployment):
+        raise PlacementError(f"{present}, which runs now, does not fit the plan's devices: {why}")
+    return case.bound_deployment(deployment, searched.found[0].entry.worth)
