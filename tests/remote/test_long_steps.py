@@ -18,12 +18,12 @@ from support.emulated_pipelines import LIVENESS_S, asked, check, serve
 from support.freezing import freeze
 from trinity.remote import session as session_module
 from trinity.remote.session import InstanceSession
+from trinity.remote.supervised_lives import SUSPECT_S
 from trinity.remote.supervisor_core import (
     LEAVING_SILENCE_S,
     STEP_FLOOR_S,
     STEP_TIMES,
     STEP_UNKNOWN_S,
-    SUSPECT_S,
     SupervisorCore,
     find_step_limit,
 )

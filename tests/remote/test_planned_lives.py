@@ -11,7 +11,8 @@ import pytest
 from remote.test_supervisor_core import come_up, core_of, table
 from support.supervised_world import World
 from trinity.core.messages import Tick
-from trinity.remote.supervisor_core import BACKOFF_S, LifePhase, SupervisorCore
+from trinity.remote.supervised_lives import LifePhase
+from trinity.remote.supervisor_core import BACKOFF_S, SupervisorCore
 from trinity.remote.supervisor_messages import (
     Add,
     Begin,

@@ -11,7 +11,9 @@ import pytest
 from remote.test_supervisor_core import SOON_S, core_of, table
 from support.supervised_world import LOAD_S, STUCK_S, World
 from trinity.core.messages import Tick
-from trinity.remote.supervisor_core import BACKOFF_S, LOADING_SILENCE_S, RELINK_S, SUSPECT_S, LifePhase, SupervisorCore
+from trinity.remote.prepared_lives import LOADING_SILENCE_S
+from trinity.remote.supervised_lives import RELINK_S, SUSPECT_S, LifePhase
+from trinity.remote.supervisor_core import BACKOFF_S, SupervisorCore
 from trinity.remote.supervisor_messages import (
     CloseAll,
     Down,

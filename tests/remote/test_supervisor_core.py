@@ -10,14 +10,8 @@ import pytest
 
 from support.supervised_world import LOAD_S, STUCK_S, Life, World
 from trinity.core.messages import Tick
-from trinity.remote.supervisor_core import (
-    LONGEST_AWAY_S,
-    MEET_S,
-    RELINK_S,
-    SUSPECT_S,
-    LifePhase,
-    SupervisorCore,
-)
+from trinity.remote.supervised_lives import MEET_S, RELINK_S, SUSPECT_S, LifePhase
+from trinity.remote.supervisor_core import LONGEST_AWAY_S, SupervisorCore
 from trinity.remote.supervisor_messages import (
     Begin,
     CloseAll,

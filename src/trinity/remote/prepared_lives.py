@@ -1,4 +1,4 @@
-"""PreparedLives: the part of SupervisorCore that has an instance's next life load beside the present one.
+"""PreparedLives: next lives of instances, which load beside the present ones; SupervisorCore owns it.
 
 A life that is prepared has a process, and weights where memory allows that; nobody knows it, and it has no pool. It is
 given the word to go on in place of a launch, once the present life of its name has ended.
@@ -7,98 +7,91 @@ given the word to go on in place of a launch, once the present life of its name 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
-from trinity.remote.supervised_lives import LifePhase, Member, NextLife
+from trinity.remote.supervised_lives import SUSPECT_S, Member, NextLife
 from trinity.remote.supervisor_messages import (
-    DropNext,
     Ended,
     Event,
     Fence,
     Launch,
-    LoadNext,
     Lost,
     NextLoaded,
     NextLost,
+    OfALife,
     Proceed,
     Quiet,
 )
 
-SUSPECT_S = 2.0  # of silence: requests are routed past it, and one that was prepared is not relied on
 LOADING_SILENCE_S = 20.0  # imports and kernels may hold an interpreter for seconds
 
 
 class PreparedLives:
-    """Lives that wait for the word to go on, at most one of a name. See the table of ``supervisor_core``."""
+    """Lives that wait for the word to go on, at most one of a name. See the table of ``supervisor_core``.
 
-    members: dict[str, Member]
-    silence_s: float
-    closing: bool
-    _out: list[Event]
+    - ``silence_s``: longest silence of one, where that is longer than one that loads may be silent for.
+    """
 
-    # ------------------------------------------------------------ for the core
+    def __init__(self, silence_s: float) -> None:
+        self._longest_s = max(silence_s, LOADING_SILENCE_S)
 
-    def _launch_next(self, member: Member) -> bool:
-        """Give the life that was prepared the word, as the present one; False where there is none to rely on."""
+    def prepare(self, member: Member) -> list[Event]:
+        """Launch the next life of an instance beside the present one, in place of one that was prepared before."""
+        commands = self.dismiss(member)
+        member.newest += 1
+        member.next = NextLife(member.newest)
+        return [*commands, Launch(member.name, member.newest, waits=True)]
+
+    def proceed(self, member: Member) -> list[Event]:
+        """Give the life that was prepared the word, as the present one; none where there is none to rely on."""
         if member.next is None or member.next.suspected:
-            self._dismiss(member)
-            return False
+            return []
         member.epoch, member.next = member.next.epoch, None
-        self._out.append(Proceed(member.name, member.epoch))
-        return True
+        return [Proceed(member.name, member.epoch)]
 
-    def _dismiss(self, member: Member) -> None:
+    def dismiss(self, member: Member) -> list[Event]:
         """End the life that was prepared, if there is one."""
-        if member.next is not None:
-            member.dismissed.add(member.next.epoch)
-            self._out.append(Fence(member.name, member.next.epoch))
-            member.next = None
+        if member.next is None:
+            return []
+        epoch, member.next = member.next.epoch, None
+        member.dismissed.add(epoch)
+        return [Fence(member.name, epoch)]
 
-    def _lose_next(self, member: Member, why: str) -> None:
-        if member.next is not None:
-            epoch = member.next.epoch
-            self._dismiss(member)
-            self._out.append(NextLost(member.name, epoch, why))
+    def handle(self, member: Member, event: OfALife) -> list[Event]:
+        """Handle an event of the life that is prepared, or of one that was dismissed; none of any other."""
+        handler = self._handlers.get(type(event))
+        known = event.epoch in member.dismissed or (member.next is not None and member.next.epoch == event.epoch)
+        return handler(self, member, event) if handler is not None and known else []
 
-    # ------------------------------------------------------------ events of the present life
-
-    def _load_next(self, member: Member, event: LoadNext, now: float) -> None:
-        """Launch the next life beside the present one, in place of one that was prepared before."""
-        if member.phase is LifePhase.UP and not (member.by_hand or member.removed or self.closing):
-            self._dismiss(member)
-            member.newest += 1
-            member.next = NextLife(member.newest)
-            self._out.append(Launch(member.name, member.newest, waits=True))
-
-    def _drop_next(self, member: Member, event: DropNext, now: float) -> None:
-        self._dismiss(member)
-
-    # ------------------------------------------------------------ events of the next one
-
-    def _is_of_next(self, member: Member, epoch: int) -> bool:
-        return epoch in member.dismissed or (member.next is not None and member.next.epoch == epoch)
-
-    def _next_loaded(self, member: Member, event: NextLoaded, now: float) -> None:
+    def _loaded(self, member: Member, event: NextLoaded) -> list[Event]:
         if member.next is not None and member.next.epoch == event.epoch:
             member.next.prepared = True
+        return []
 
-    def _next_lost(self, member: Member, event: Lost, now: float) -> None:
-        if event.epoch not in member.dismissed:
-            self._lose_next(member, event.why)
+    def _lost(self, member: Member, event: Lost) -> list[Event]:
+        return self._lose(member, event.why) if event.epoch not in member.dismissed else []
 
-    def _next_quiet(self, member: Member, event: Quiet, now: float) -> None:
-        if member.next is not None and event.epoch not in member.dismissed:
-            member.next.suspected = member.next.prepared and event.seconds > SUSPECT_S
-            if event.seconds > max(self.silence_s, LOADING_SILENCE_S):
-                self._lose_next(member, f"it said nothing for {event.seconds:.1f} s")
+    def _quiet(self, member: Member, event: Quiet) -> list[Event]:
+        if member.next is None or event.epoch in member.dismissed:
+            return []
+        member.next.suspected = member.next.prepared and event.seconds > SUSPECT_S
+        if event.seconds <= self._longest_s:
+            return []
+        return self._lose(member, f"it said nothing for {event.seconds:.1f} s")
 
-    def _next_ended(self, member: Member, event: Ended, now: float) -> None:
+    def _ended(self, member: Member, event: Ended) -> list[Event]:
         member.dismissed.discard(event.epoch)
+        return []
 
+    def _lose(self, member: Member, why: str) -> list[Event]:
+        if member.next is None:
+            return []
+        epoch = member.next.epoch
+        return [*self.dismiss(member), NextLost(member.name, epoch, why)]
 
-OF_THE_NEXT: dict[type[Event], Callable[[PreparedLives, Member, Any, float], None]] = {
-    NextLoaded: PreparedLives._next_loaded,
-    Lost: PreparedLives._next_lost,
-    Quiet: PreparedLives._next_quiet,
-    Ended: PreparedLives._next_ended,
-}
+    _handlers: ClassVar[dict[type[Event], Callable[[PreparedLives, Member, Any], list[Event]]]] = {
+        NextLoaded: _loaded,
+        Lost: _lost,
+        Quiet: _quiet,
+        Ended: _ended,
+    }
