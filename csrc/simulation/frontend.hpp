@@ -1,4 +1,4 @@
-// core/frontend.py: routes, ends and deadlines. With messages that all take the same time tokens come in order.
+// core/frontend/: routes, ends and deadlines. With messages that all take the same time tokens come in order.
 #pragma once
 
 #include "simulation/world.hpp"

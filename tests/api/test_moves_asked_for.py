@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from trinity.core.frontend_events import MoveEnd, MoveRequest
+from trinity.core.frontend.messages import MoveEnd, MoveRequest
 from trinity.core.messages import Failure, Value
 from trinity.errors import ConfigError, MoveError, RequestError
 from trinity.pipeline.moves import Moves

@@ -17,7 +17,7 @@ from core import test_moves_by_other_rules, test_poison_runs, test_recovery_runs
 from support.together import play, together
 from sweeps import virtual_runs
 from trinity.core.frontend import FrontendCore
-from trinity.core.frontend_request import FrontendRequest
+from trinity.core.frontend.frontend_request import FrontendRequest
 from trinity.core.instance.settings import Settings
 from trinity.core.messages import Tick
 

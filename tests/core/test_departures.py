@@ -16,11 +16,17 @@ from support.core_tables import make_frontend, peer_up, work
 from support.departing import count, run
 from support.moving import POLICY
 from support.virtual.cluster import VirtualCluster, make_settings
-from trinity.core import departures
 from trinity.core.block_pool import blocks_for
-from trinity.core.departures import ASK_AGAIN_S, JUDGE_AGAIN_S, MESSAGES_S, MOST_AT_ONCE, UNMEASURED_PULL_S, Departures
-from trinity.core.frontend import Abort, FrontendCore
-from trinity.core.frontend_events import MoveEnd, MoveRequest
+from trinity.core.frontend import Abort, FrontendCore, departures
+from trinity.core.frontend.departures import (
+    ASK_AGAIN_S,
+    JUDGE_AGAIN_S,
+    MESSAGES_S,
+    MOST_AT_ONCE,
+    UNMEASURED_PULL_S,
+    Departures,
+)
+from trinity.core.frontend.messages import MoveEnd, MoveRequest
 from trinity.core.messages import (
     Emit,
     Failure,

@@ -11,8 +11,7 @@ from support.core_tables import work
 from support.every_order import Search
 from support.thinned import thinned
 from support.virtual.cluster import make_settings
-from trinity.core import frontend_losses
-from trinity.core.frontend import Abort
+from trinity.core.frontend import Abort, frontend_losses
 from trinity.core.instance.request_state import RequestState
 from trinity.core.instance.state import State
 from trinity.core.messages import Gone, Moved, Submit, Value

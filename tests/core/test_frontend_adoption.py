@@ -9,7 +9,7 @@ import pytest
 from support.core_tables import brief, emitted, sent, work
 from support.recovering import end_of, quiet, recovering, submitted
 from trinity.core.frontend import Abort, Deliver, End
-from trinity.core.frontend_events import Adopt, FormerLife, Prepare, Prepared
+from trinity.core.frontend.messages import Adopt, FormerLife, Prepare, Prepared
 from trinity.core.messages import Finished, Sampled, Submit, Tick
 
 LOST = FormerLife("its front end was lost", 0, 0.0)

@@ -12,12 +12,11 @@ from msgspec.structs import replace
 from core.test_isolation import empty, suspects, test_the_same_death_counts_once_however_it_is_heard, tokens, up
 from support.core_tables import brief, peer_up, sent, work
 from support.recovering import emit, end_of, recovering, told
-from trinity.core import frontend_request
 from trinity.core.failure_policy import FailurePolicy
-from trinity.core.frontend import Abort, FrontendCore
-from trinity.core.frontend_deaths import FrontendDeaths
-from trinity.core.frontend_request import FrontendRequest, Life
-from trinity.core.isolation import Isolation
+from trinity.core.frontend import Abort, FrontendCore, frontend_request
+from trinity.core.frontend.frontend_deaths import FrontendDeaths
+from trinity.core.frontend.frontend_request import FrontendRequest, Life
+from trinity.core.frontend.isolation import Isolation
 from trinity.core.messages import (
     NOWHERE,
     Failure,

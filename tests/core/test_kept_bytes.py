@@ -12,9 +12,9 @@ from msgspec.structs import replace
 from support.core_tables import brief, emitted, peer_up, work
 from support.recovering import recovering, told
 from trinity.core.frontend import Abort, FrontendCore
-from trinity.core.frontend_events import Prepare, Prepared
-from trinity.core.frontend_request import FrontendRequest
-from trinity.core.frontend_starts import FrontendStarts
+from trinity.core.frontend.frontend_request import FrontendRequest
+from trinity.core.frontend.frontend_starts import FrontendStarts
+from trinity.core.frontend.messages import Prepare, Prepared
 from trinity.core.messages import Finished, Gone, PeerDown, Sampled, Submit, Tick, Value
 
 BOUND = 100

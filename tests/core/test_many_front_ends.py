@@ -19,9 +19,8 @@ from support.reader_checks import TYPED
 from support.thinned import thinned
 from support.virtual.cluster import Durations, RequestRecord, VirtualCluster, make_settings
 from support.virtual.conversation import label_reader
-from trinity.core import frontend
 from trinity.core.failure_policy import FailurePolicy
-from trinity.core.frontend import FrontendCore
+from trinity.core.frontend import FrontendCore, frontend_core
 from trinity.core.instance import arrival, front_ends, instance_core, peers
 from trinity.core.instance.decode_batch import DecodeBatch
 from trinity.core.instance.state import State
@@ -155,7 +154,7 @@ def to_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def named_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two front ends give their requests one name."""
-    monkeypatch.setattr(frontend, "name_life", lambda *named: name_life(*named[:3]))
+    monkeypatch.setattr(frontend_core, "name_life", lambda *named: name_life(*named[:3]))
     first = LifeNames.name_first
 
     def plain(self: LifeNames, request: str, number: int) -> str:

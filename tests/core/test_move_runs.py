@@ -15,7 +15,7 @@ from support.moving import POLICY, commit_on_its_way, count, is_whole, run, slow
 from support.moving import moves_of as ends
 from support.virtual.cluster import Durations, VirtualCluster, make_settings
 from trinity.core.frontend import Abort
-from trinity.core.frontend_events import MoveRequest
+from trinity.core.frontend.messages import MoveRequest
 from trinity.core.messages import FRONTEND, Step
 
 STILL = Durations(lambda *_: 0.01, lambda *_: 1.0, lambda *_: 0.1)

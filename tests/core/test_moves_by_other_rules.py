@@ -13,9 +13,9 @@ from support.moving import commit_on_its_way, run, target_dies, target_stands_st
 from support.other_rules import BROKEN as BROKEN_RUN
 from support.other_rules import is_noticed
 from support.thinned import thinned
-from trinity.core import frontend, frontend_losses
-from trinity.core.frontend_events import MoveEnd
-from trinity.core.frontend_request import FrontendRequest
+from trinity.core.frontend import frontend_core, frontend_losses
+from trinity.core.frontend.frontend_request import FrontendRequest
+from trinity.core.frontend.messages import MoveEnd
 from trinity.core.instance import instance_core, lifecycle, peers
 from trinity.core.instance.phases import Phase
 from trinity.core.instance.request_state import REFUSED, Lease, RequestState
@@ -155,12 +155,12 @@ def a_target_that_does_not_say_that_it_came_by_a_move(patch: Patch) -> None:
 
 @broken
 def a_front_end_that_lets_moves_lapse(patch: Patch) -> None:
-    patch.setattr(frontend, "drop_move", lambda entry: [])
+    patch.setattr(frontend_core, "drop_move", lambda entry: [])
 
 
 @broken
 def a_front_end_that_takes_an_old_answer(patch: Patch) -> None:
-    patch.setattr(frontend, "refuse_move", lambda lives, event: frontend_answer(lives, event))
+    patch.setattr(frontend_core, "refuse_move", lambda lives, event: frontend_answer(lives, event))
 
 
 def frontend_answer(lives: dict[str, FrontendRequest], event: NotMoved) -> list[Value]:

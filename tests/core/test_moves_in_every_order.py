@@ -9,11 +9,10 @@ import pytest
 from support.core_tables import work
 from support.every_order import Search
 from support.virtual.cluster import make_settings
-from trinity.core import frontend, frontend_moves
 from trinity.core.failure_policy import FailurePolicy
-from trinity.core.frontend import Abort
-from trinity.core.frontend_events import MoveRequest
-from trinity.core.frontend_request import FrontendRequest
+from trinity.core.frontend import Abort, frontend_core, move_requests
+from trinity.core.frontend.frontend_request import FrontendRequest
+from trinity.core.frontend.messages import MoveRequest
 from trinity.core.instance.state import State
 from trinity.core.messages import Moved, Submit, Value
 from trinity.core.scheduler import BatchRules
@@ -107,8 +106,8 @@ def without_senders(patch: pytest.MonkeyPatch) -> None:
         entry.senders = before if event.start else entry.senders
         return found
 
-    plainly = frontend_moves.note_moved
-    patch.setattr(frontend, "note_moved", noted)
+    plainly = move_requests.note_moved
+    patch.setattr(frontend_core, "note_moved", noted)
 
 
 @pytest.mark.parametrize(

@@ -18,9 +18,9 @@ from support.reader_checks import TYPED, check_readers
 from support.thinned import thinned
 from trinity.core.failure_policy import FailurePolicy
 from trinity.core.frontend import FrontendCore
-from trinity.core.frontend_request import FrontendRequest, Life
+from trinity.core.frontend.frontend_request import FrontendRequest, Life
+from trinity.core.frontend.isolation import Isolation
 from trinity.core.instance import arrival
-from trinity.core.isolation import Isolation
 from trinity.core.messages import Send
 
 DEFAULT = FailurePolicy()

@@ -19,10 +19,9 @@ from support.other_rules import is_noticed
 from support.reader_checks import check_readers
 from support.thinned import thinned
 from support.virtual.cluster import Durations, VirtualCluster, make_settings
-from trinity.core import frontend, frontend_request
 from trinity.core.failure_policy import FailurePolicy
-from trinity.core.frontend import FrontendCore
-from trinity.core.frontend_request import FrontendRequest
+from trinity.core.frontend import FrontendCore, frontend_core, frontend_request
+from trinity.core.frontend.frontend_request import FrontendRequest
 from trinity.core.messages import FRONTEND, Send, Submit
 from trinity.core.scheduler import BatchRules
 from trinity.core.transfers import TransferPolicy
@@ -173,7 +172,7 @@ def test_a_death_and_a_return_in_every_order_leave_nothing_behind(placement: str
 
 def nameless(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each life keeps the first one's name."""
-    monkeypatch.setattr(frontend, "name_life", lambda request, number, attempt, owner: request)
+    monkeypatch.setattr(frontend_core, "name_life", lambda request, number, attempt, owner: request)
 
 
 def unforgotten(monkeypatch: pytest.MonkeyPatch) -> None:

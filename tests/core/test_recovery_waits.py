@@ -11,7 +11,7 @@ from support.core_tables import brief, make_frontend, peer_up, sent, work
 from support.recovering import AT_D0, LEFT, emit, end_of, quiet, recovering, submitted, table, told
 from trinity.core.failure_policy import FailurePolicy
 from trinity.core.frontend import Abort
-from trinity.core.frontend_events import Prepare, Prepared
+from trinity.core.frontend.messages import Prepare, Prepared
 from trinity.core.messages import (
     NOWHERE,
     Emit,

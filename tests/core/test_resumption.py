@@ -11,9 +11,9 @@ from support.core_tables import brief, holding, peer_up, work
 from support.recovering import AT_D0, emit, end_of, recovering, table, told
 from support.virtual.cluster import Durations, VirtualCluster, make_settings
 from support.virtual.lives import Kill
-from trinity.core import frontend_starts
 from trinity.core.block_pool import DIGEST, prefix_keys
 from trinity.core.failure_policy import FailurePolicy
+from trinity.core.frontend import frontend_starts
 from trinity.core.messages import (
     KV,
     Failure,

@@ -7,8 +7,8 @@ import pytest
 from support.deadly import deadly_cluster
 from support.reusing import Reusers
 from support.thinned import thinned
-from trinity.core import frontend
 from trinity.core.failure_policy import NO_RECOVERY, FailurePolicy
+from trinity.core.frontend import frontend_core
 from trinity.core.life_names import LifeNames
 
 POLICIES = {"recovering": FailurePolicy(recoveries=20, wait_s=10.0), "as before": NO_RECOVERY}
@@ -55,5 +55,5 @@ def test_ids_are_remembered_within_a_bound_beyond_which_all_count_as_used() -> N
 
 def test_lives_that_are_named_by_their_id_alone_are_mixed_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LifeNames, "name_first", lambda self, request, number: request)
-    monkeypatch.setattr(frontend, "name_life", lambda request, number, attempt, owner: f"{request}~{attempt}")
+    monkeypatch.setattr(frontend_core, "name_life", lambda request, number, attempt, owner: f"{request}~{attempt}")
     assert not all(runs_well(seed) for seed in range(100))

@@ -17,11 +17,10 @@ from support.recovering import emit, end_of, quiet, recovering, told
 from support.storms import watch_storms
 from support.thinned import thinned
 from support.virtual.cluster import VirtualCluster, make_settings
-from trinity.core import frontend, frontend_starts
 from trinity.core.failure_policy import FailurePolicy
-from trinity.core.frontend import Abort, FrontendCore
-from trinity.core.frontend_events import Prepare, Prepared
-from trinity.core.frontend_request import Life
+from trinity.core.frontend import Abort, FrontendCore, frontend_core, frontend_starts
+from trinity.core.frontend.frontend_request import Life
+from trinity.core.frontend.messages import Prepare, Prepared
 from trinity.core.messages import NOWHERE, Finished, PeerDown, PeerEmpty, Submit, Tick, Value
 from trinity.core.turns import Turns
 from trinity.errors import ConfigError
@@ -67,7 +66,7 @@ def test_one_that_its_reader_leaves_keeps_nobody_waiting(how: str) -> None:
 
 
 def test_one_that_is_lost_again_goes_behind_older_ones_and_ahead_of_younger(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frontend, "NEWS_S", 0.0)
+    monkeypatch.setattr(frontend_core, "NEWS_S", 0.0)
     core = with_four(recoveries=9)
     back(core)
     out = brief(core.handle(told("b~2.1", 1), 3.0))

@@ -18,7 +18,7 @@ from support.every_order import Search
 from support.reader_checks import check_readers
 from support.virtual.cluster import VirtualCluster, make_settings
 from trinity.core.failure_policy import FailurePolicy
-from trinity.core.frontend_request import FrontendRequest
+from trinity.core.frontend.frontend_request import FrontendRequest
 from trinity.core.instance.settings import Settings
 from trinity.core.messages import FRONTEND, Fetch, Fetched, Offer, PeerDown, PeerUp, Send, Submit
 from trinity.core.peer_exit import PeerLeaving, PeerRemoved

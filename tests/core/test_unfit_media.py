@@ -9,7 +9,7 @@ import pytest
 from support.core_tables import make_frontend, peer_up, sent, work
 from trinity.core.failure_policy import FailurePolicy
 from trinity.core.frontend import Abort, End, FrontendCore
-from trinity.core.frontend_events import Prepared
+from trinity.core.frontend.messages import Prepared
 from trinity.core.messages import UNFIT, Failure, Finished, Forget, Send, Submit
 
 

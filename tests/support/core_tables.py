@@ -13,7 +13,7 @@ from support.virtual.checks import check_forgotten, check_state
 from trinity.core import InstanceCore
 from trinity.core.block_pool import DIGEST, media_keys, prefix_keys
 from trinity.core.frontend import Deliver, End, FrontendCore
-from trinity.core.frontend_events import MoveEnd, Prepare
+from trinity.core.frontend.messages import MoveEnd, Prepare
 from trinity.core.instance.state import Settings
 from trinity.core.messages import (
     IMAGE,

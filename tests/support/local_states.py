@@ -14,7 +14,7 @@ from support.virtual.checks import check_forgotten, check_state
 from trinity.core import InstanceCore
 from trinity.core.failure_policy import NO_RECOVERY, FailurePolicy
 from trinity.core.frontend import Abort, Deliver, End, FrontendCore
-from trinity.core.frontend_events import MoveEnd, MoveRequest
+from trinity.core.frontend.messages import MoveEnd, MoveRequest
 from trinity.core.instance.settings import Settings
 from trinity.core.messages import (
     Collect,

@@ -13,7 +13,7 @@ from support.scenarios import PLACEMENTS, pressed_cluster, random_cluster
 from support.virtual.cluster import Durations, VirtualCluster, make_settings
 from trinity.core.failure_policy import FailurePolicy
 from trinity.core.frontend import Abort, Deliver
-from trinity.core.frontend_events import MoveEnd, MoveRequest
+from trinity.core.frontend.messages import MoveEnd, MoveRequest
 from trinity.core.messages import FRONTEND, Offer, Open, Release, Send, Value
 from trinity.core.transfers import PrecopyMode
 from trinity.placement import Placement

@@ -8,7 +8,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from support.virtual.cluster import VirtualCluster
-from trinity.core.frontend_events import Deliver, End
+from trinity.core.frontend.messages import Deliver, End
 from trinity.core.messages import FRONTEND, Sampled, Stepped, Submit, Value
 
 FIRST = 1000  # every token is this and the number of the request that it was sampled for

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from support.virtual.cluster import VirtualCluster
 from trinity.core.frontend import FrontendCore
-from trinity.core.frontend_events import Prepare
-from trinity.core.frontend_request import FrontendRequest
-from trinity.core.frontend_starts import PREPARED_AT_ONCE
+from trinity.core.frontend.frontend_request import FrontendRequest
+from trinity.core.frontend.frontend_starts import PREPARED_AT_ONCE
+from trinity.core.frontend.messages import Prepare
 from trinity.core.messages import FRONTEND, Send, Submit, Value
 
 

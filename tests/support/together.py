@@ -21,7 +21,7 @@ from support.spread_clusters import spread_cluster, suspect_some
 from support.storms import watch_storms
 from support.virtual.cluster import Faults, VirtualCluster
 from trinity.core.failure_policy import FailurePolicy
-from trinity.core.frontend_events import MoveEnd
+from trinity.core.frontend.messages import MoveEnd
 from trinity.core.messages import (
     FRONTEND,
     Caught,

@@ -14,7 +14,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from trinity.core.frontend_events import Adopt, FormerLife
+from trinity.core.frontend.messages import Adopt, FormerLife
 from trinity.core.values import Failure, Sampled, Value, Work
 
 MOST_ADOPTIONS = 2  # of a request: a front end that it kills takes this many buddies with it, and no more

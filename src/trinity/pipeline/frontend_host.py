@@ -10,10 +10,10 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Literal
 
 from trinity.connector import Connector
-from trinity.core.departures import is_empty
 from trinity.core.fair_turns import FairJob
 from trinity.core.frontend import Abort, Deliver, End, FrontendCore
-from trinity.core.frontend_events import MoveEnd, Prepare
+from trinity.core.frontend.departures import is_empty
+from trinity.core.frontend.messages import MoveEnd, Prepare
 from trinity.core.messages import PeerDown, Send, Submit, Tick, Value
 from trinity.core.peer_exit import PeerRemoved
 from trinity.core.progress import PartProgress, StalledPart

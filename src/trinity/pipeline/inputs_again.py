@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trinity.core.frontend_events import Prepared
+from trinity.core.frontend.messages import Prepared
 from trinity.core.messages import Failure
 from trinity.errors import RequestError, TrinityError
 from trinity.preprocess.processor import RequestProcessor

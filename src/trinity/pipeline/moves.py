@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from trinity.core.frontend_events import MoveEnd, MoveRequest
+from trinity.core.frontend.messages import MoveEnd, MoveRequest
 from trinity.core.messages import Failure, Value
 from trinity.errors import MoveError
 from trinity.pipeline.stream import make_error

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import msgspec
 
 from trinity.core import InstanceCore
-from trinity.core.departures import is_empty
 from trinity.core.failure_policy import FailurePolicy
-from trinity.core.frontend_events import MoveEnd
+from trinity.core.frontend.departures import is_empty
+from trinity.core.frontend.messages import MoveEnd
 from trinity.core.instance.state import Settings
 from trinity.core.messages import FRONTEND, Failure, PeerDown, PeerUp, Pull, Pulled, Value
 from trinity.core.peer_exit import PeerLeaving

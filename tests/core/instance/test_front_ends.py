@@ -25,8 +25,8 @@ from support.virtual.checks import check_state
 from trinity.core import InstanceCore
 from trinity.core.failure_policy import FailurePolicy
 from trinity.core.frontend import FrontendCore
-from trinity.core.frontend_events import MoveRequest
-from trinity.core.frontend_request import Death, Life
+from trinity.core.frontend.frontend_request import Death, Life
+from trinity.core.frontend.messages import MoveRequest
 from trinity.core.instance.front_ends import lose_frontend
 from trinity.core.instance.repeated_step import RepeatedStep
 from trinity.core.life_names import LifeNames, check_owner, name_help, name_life, read_help

@@ -35,7 +35,7 @@ from support.virtual.lives import ChannelOpened, Departure, FrontendArrival, Kil
 from trinity.core import InstanceCore
 from trinity.core.failure_policy import NO_RECOVERY, FailurePolicy
 from trinity.core.frontend import Abort, Deliver, End
-from trinity.core.frontend_events import MoveEnd
+from trinity.core.frontend.messages import MoveEnd
 from trinity.core.instance.state import Settings
 from trinity.core.messages import (
     FRONTEND,

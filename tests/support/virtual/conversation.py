@@ -9,7 +9,7 @@ from typing import TypeGuard
 
 from trinity.core import InstanceCore
 from trinity.core.frontend import Abort, Deliver, End
-from trinity.core.frontend_events import Adopt
+from trinity.core.frontend.messages import Adopt
 from trinity.core.life_names import MARK
 from trinity.core.messages import (
     FRONTEND,

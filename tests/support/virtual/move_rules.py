@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from trinity.core import InstanceCore
 from trinity.core.frontend import FrontendCore
-from trinity.core.frontend_events import MoveEnd, MoveRequest
+from trinity.core.frontend.messages import MoveEnd, MoveRequest
 from trinity.core.instance.phases import Phase
 from trinity.core.instance.request_state import REFUSED, UNPULLED
 from trinity.core.messages import (

@@ -17,13 +17,8 @@ from typing import Any
 from msgspec.structs import replace
 
 from trinity.core.failure_policy import NO_RECOVERY, FailurePolicy
-from trinity.core.front_door import find_malformed, find_overload
-from trinity.core.frontend_deaths import FrontendDeaths
-from trinity.core.frontend_events import Abort as Abort
-from trinity.core.frontend_events import Adopt, MoveRequest, Prepared
-from trinity.core.frontend_events import Deliver as Deliver
-from trinity.core.frontend_events import End as End
-from trinity.core.frontend_losses import (
+from trinity.core.frontend.frontend_deaths import FrontendDeaths
+from trinity.core.frontend.frontend_losses import (
     end_of_loss,
     find_loss,
     is_passed_by,
@@ -31,8 +26,7 @@ from trinity.core.frontend_losses import (
     may_be_prefilled,
     whom_to_cancel,
 )
-from trinity.core.frontend_moves import begin_move, drop_move, note_moved, refuse_move
-from trinity.core.frontend_request import (
+from trinity.core.frontend.frontend_request import (
     NEWS_S,
     FrontendRequest,
     Life,
@@ -43,6 +37,12 @@ from trinity.core.frontend_request import (
     reason_for_reader,
     refuse_unfit,
 )
+from trinity.core.frontend.messages import Abort as Abort
+from trinity.core.frontend.messages import Adopt, MoveRequest, Prepared
+from trinity.core.frontend.messages import Deliver as Deliver
+from trinity.core.frontend.messages import End as End
+from trinity.core.frontend.move_requests import begin_move, drop_move, note_moved, refuse_move
+from trinity.core.frontend.refusals import find_malformed, find_overload
 from trinity.core.life_names import LifeNames, check_owner, name_life
 from trinity.core.messages import (
     FRONTEND,

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from trinity.core.departures import Departures
 from trinity.core.failure_policy import FailurePolicy
-from trinity.core.frontend_moves import begin_move
-from trinity.core.frontend_starts import FrontendStarts
+from trinity.core.frontend.departures import Departures
+from trinity.core.frontend.frontend_starts import FrontendStarts
+from trinity.core.frontend.move_requests import begin_move
 from trinity.core.messages import FRONTEND
 from trinity.core.peer_exit import PeerLeaving
 from trinity.core.routing import RoutingPolicy

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from msgspec.structs import replace
 
 from trinity.core.failure_policy import FailurePolicy
-from trinity.core.frontend_events import FormerLife
+from trinity.core.frontend.messages import FormerLife
 from trinity.core.messages import FRONTEND, NOWHERE, PREEMPTED, UNFIT, Failure, Finished, Sampled, Work
 from trinity.core.resumption import Prefilled
 

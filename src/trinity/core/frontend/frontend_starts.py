@@ -13,10 +13,10 @@ from msgspec.structs import replace
 
 from trinity.core.alarms import Alarms
 from trinity.core.failure_policy import FailurePolicy
-from trinity.core.front_door import find_misfit
-from trinity.core.frontend_events import Prepare, Prepared
-from trinity.core.frontend_request import FrontendRequest, Life
-from trinity.core.isolation import EMPTY_POLL_S, Isolation, stages_of
+from trinity.core.frontend.frontend_request import FrontendRequest, Life
+from trinity.core.frontend.isolation import EMPTY_POLL_S, Isolation, stages_of
+from trinity.core.frontend.messages import Prepare, Prepared
+from trinity.core.frontend.refusals import find_misfit
 from trinity.core.messages import FRONTEND, Failure, PeerLoad, PeerReserved, Send, Submit, Value
 from trinity.core.peer_exit import PeerRemoved
 from trinity.core.resumption import find_cached, name_holder

@@ -5,10 +5,10 @@ from __future__ import annotations
 from abc import abstractmethod
 from functools import partial
 
-from trinity.core.frontend_adoption import FrontendAdoption
-from trinity.core.frontend_losses import find_death, lives_on, refuse_poison, was_given_back
-from trinity.core.frontend_moves import drop_move
-from trinity.core.frontend_request import Death, FrontendRequest, Life
+from trinity.core.frontend.frontend_adoption import FrontendAdoption
+from trinity.core.frontend.frontend_losses import find_death, lives_on, refuse_poison, was_given_back
+from trinity.core.frontend.frontend_request import Death, FrontendRequest, Life
+from trinity.core.frontend.move_requests import drop_move
 from trinity.core.life_names import id_of
 from trinity.core.messages import NOWHERE, Failure, Finished, PeerUp
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from trinity.core.front_door import path_of
-from trinity.core.frontend_request import FrontendRequest, Life
+from trinity.core.frontend.frontend_request import FrontendRequest, Life
+from trinity.core.frontend.refusals import path_of
 from trinity.core.messages import PeerEmpty, PeerReserved, PeerUp, Work
 from trinity.core.routing import Router
 

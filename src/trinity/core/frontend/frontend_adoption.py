@@ -7,9 +7,9 @@ from math import inf
 from msgspec.structs import replace
 
 from trinity.core.failure_policy import FailurePolicy
-from trinity.core.frontend_departures import FrontendDepartures
-from trinity.core.frontend_events import Adopt
-from trinity.core.frontend_request import FrontendRequest
+from trinity.core.frontend.frontend_departures import FrontendDepartures
+from trinity.core.frontend.frontend_request import FrontendRequest
+from trinity.core.frontend.messages import Adopt
 from trinity.core.life_names import name_life
 from trinity.core.messages import FRONTEND
 from trinity.core.routing import RoutingPolicy

@@ -25,8 +25,8 @@ from math import inf
 from typing import NamedTuple
 
 from trinity.core.block_pool import blocks_for
-from trinity.core.frontend_events import MoveRequest
-from trinity.core.frontend_request import FrontendRequest
+from trinity.core.frontend.frontend_request import FrontendRequest
+from trinity.core.frontend.messages import MoveRequest
 from trinity.core.messages import KV, PeerUp
 from trinity.core.routing import Router
 from trinity.core.stage_needs import needs

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from trinity.core.frontend_request import Death, FrontendRequest, Life
+from trinity.core.frontend.frontend_request import Death, FrontendRequest, Life
 from trinity.core.messages import KV, Failure, Finished, Moved
 from trinity.core.routing import Router
 

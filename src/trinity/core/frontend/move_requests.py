@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from trinity.core.frontend_events import MoveEnd, MoveRequest
-from trinity.core.frontend_request import FrontendRequest, Life
+from trinity.core.frontend.frontend_request import FrontendRequest, Life
+from trinity.core.frontend.messages import MoveEnd, MoveRequest
 from trinity.core.messages import Failure, Move, Moved, NotMoved, Send, Value
 from trinity.core.resumption import Prefilled
 from trinity.core.routing import Router
