@@ -21,13 +21,13 @@ from trinity.stages.attention import backends, choice, measurement
 from trinity.stages.attention.backends import (
     BACKENDS,
     BackendSpec,
-    CacheKind,
     choose_backends,
     make_backend,
     pick_backend,
 )
 from trinity.stages.attention.choice import (
     MOST_CHOICES,
+    CacheKind,
     MeasuredChoice,
     StepChoice,
     choice_path,
