@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from support.picture_pages import PIXELS, PicturePages, serving
-from trinity.preprocess import name_lookup
+from trinity.preprocess import url_fetch
 from trinity.preprocess.media import read_image
 from trinity.preprocess.media_limits import MediaLimits, MediaProblem
 from trinity.preprocess.url_fetch import UrlFetcher
@@ -103,7 +103,7 @@ def test_a_name_that_nobody_answers_for_cannot_hold_a_thread(server: str, monkey
 
     async def all_at_once() -> list[Any]:
         """The last one finds all threads of look-ups taken."""
-        fetches = [UrlFetcher(HASTY).fetch(url) for _ in range(name_lookup._MOST_LOOKUPS + 1)]
+        fetches = [UrlFetcher(HASTY).fetch(url) for _ in range(url_fetch._MOST_LOOKUPS + 1)]
         return await asyncio.gather(*fetches, return_exceptions=True)
 
     monkeypatch.setattr(socket, "getaddrinfo", silent)
@@ -111,7 +111,7 @@ def test_a_name_that_nobody_answers_for_cannot_hold_a_thread(server: str, monkey
         found = asyncio.run(all_at_once())
         assert {str(each) for each in found} == {"took longer to fetch than url_timeout_s (0.2 s)"}
         lookups = [thread for thread in threading.enumerate() if thread.name == "trinity-lookup"]
-        assert len(lookups) == name_lookup._MOST_LOOKUPS
+        assert len(lookups) == url_fetch._MOST_LOOKUPS
     finally:
         answered.set()
     for thread in lookups:
@@ -247,8 +247,8 @@ def test_a_name_is_reached_by_any_of_its_addresses(hole: tuple[str, int], monkey
 
 
 def test_an_address_needs_no_thread_to_be_looked_up(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(name_lookup, "_lookups", threading.BoundedSemaphore(1))
-    assert name_lookup._lookups.acquire(timeout=60)
+    monkeypatch.setattr(url_fetch, "_lookups", threading.BoundedSemaphore(1))
+    assert url_fetch._lookups.acquire(timeout=60)
     assert np.array_equal(read(f"{server}/image", OPEN), PIXELS)
     with pytest.raises(MediaProblem, match="url_timeout_s"):
         read("http://several.test/image", HASTY)

@@ -242,7 +242,7 @@ THREADS: dict[tuple[str, str], Any] = {
     ("pipeline/request_map.py", "self._file.find"): NONE,
     ("pipeline/request_map.py", "self._file.keep"): NONE,
     ("preprocess/grammar_check.py", "work"): NONE,
-    ("preprocess/name_lookup.py", "resolve"): NONE,
+    ("preprocess/url_fetch.py", "resolve"): NONE,
     ("preprocess/processor.py", "self.close"): NONE,
     ("preprocess/sampling_door.py", "1"): NONE,
     ("preprocess/sampling_door.py", "self._pool"): NONE,

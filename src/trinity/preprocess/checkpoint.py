@@ -7,7 +7,7 @@ are, a million layers or a vocabulary of -1 cost minutes or end in another libra
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,6 @@ from trinity.errors.arguments import show
 from trinity.errors.hub_ids import ADAPTER, explain_no_config
 from trinity.errors.internvl_chat import is_internvl_chat
 from trinity.errors.plain_values import find_scheme
-from trinity.preprocess.config_values import check_form
 from trinity.preprocess.internvl_config import convert_fields
 from trinity.preprocess.model_files import MOST_CONFIG_BYTES, check_files, check_shards
 from trinity.preprocess.model_types import explain_how_to_add
@@ -47,6 +46,7 @@ _KIN = {
     "minicpmv": "'minicpmv4_6' is of the same family: MiniCPM-V 4.6",
 }
 _MEDIA_IDS = tuple(f"{kind}_token_{what}" for kind in ("image", "video", "audio") for what in ("id", "index"))
+_Form = tuple[Callable[[Any], bool], str]
 
 
 def check_directory(model_dir: Path) -> None:
@@ -240,3 +240,33 @@ def list_sizes(path: Path) -> dict[str, tuple[str, int]]:
             }
     except (OSError, ValueError, RecursionError, TypeError, KeyError, IndexError, AttributeError):
         return {}  # what is wrong with it is said when it is loaded
+
+
+def _is_list(kind: type) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, list) and all(type(each) is kind for each in value)
+
+
+_TEXT: _Form = (lambda value: isinstance(value, str), "a text")
+_TEXTS: _Form = (_is_list(str), "a list of texts")
+_WHOLE: _Form = (_is_list(int), "a list of whole numbers")
+_FIELDS: _Form = (lambda value: isinstance(value, dict), "an object of JSON")
+_FORMS: dict[str, _Form] = {
+    "deepstack_visual_indexes": _WHOLE,
+    "layer_types": _TEXTS,
+    "layers_block_type": _TEXTS,
+    "mrope_section": _WHOLE,
+    "rope_parameters": _FIELDS,
+    "rope_scaling": _FIELDS,
+    "rope_type": _TEXT,
+}
+
+
+def check_form(name: str, place: str, value: Any, model_dir: Path) -> None:
+    """Raise ``ConfigError`` if the value of this ``name``, which stands at ``place``, is of another type of JSON.
+
+    None is left out, and so is a name that only transformers reads: it says itself what it lacks.
+    """
+    name = "rope_type" if name == "type" and "rope_" in place else name  # as older releases called it
+    is_one, said = _FORMS.get(name, (None, ""))
+    if is_one is not None and value is not None and not is_one(value):
+        raise ConfigError(f"{str(model_dir)!r}: {place} is {said}, got {show(value)}; mend config.json")

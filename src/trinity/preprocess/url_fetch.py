@@ -2,7 +2,8 @@
 
 For a request from outside every host, port and address is judged (``UrlRules``), again after each redirect, and the
 connection is made to the very address that was judged: no second look-up could give another (DNS rebinding). What went
-wrong is logged, and not told: an error is no means to learn of the hosts inside.
+wrong is logged, and not told: an error is no means to learn of the hosts inside. Logs have no whole URLs: what follows
+the "?" may be a signature, which opens what the URL names.
 """
 
 from __future__ import annotations
@@ -12,20 +13,21 @@ import functools
 import logging
 import os
 import reprlib
+import socket
 import ssl
+import threading
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from typing import Any
 
 from trinity.errors import ConfigError, RequestError, describe_error, pip_install
 from trinity.errors.plain_values import is_address
-from trinity.preprocess.hidden_urls import hide_urls, name_url
 from trinity.preprocess.media_kinds import find_kind
 from trinity.preprocess.media_limits import MediaLimits, MediaProblem
 from trinity.preprocess.media_sources import check_bytes
-from trinity.preprocess.name_lookup import look_up
 from trinity.preprocess.url_rules import UrlRules
 from trinity.request import Media
 
@@ -40,8 +42,11 @@ _UNTOLD = (
     "cannot be fetched: its host is not known, does not answer with its content in time, or is not allowed here; give "
     "it as a data: URI"
 )
-
-
+_LOGGERS = ("httpx2", *(f"httpcore2.{part}" for part in ("connection", "http11", "http2", "proxy", "socks")))
+_hidden: ContextVar[bool] = ContextVar("trinity_hidden_urls", default=False)
+_MOST_LOOKUPS = 32  # at a time in this process
+_PAUSE_S = 0.02  # between two tries for a thread of a look-up
+_lookups = threading.BoundedSemaphore(_MOST_LOOKUPS)
 CountBytes = Callable[[int], None]
 
 
@@ -255,3 +260,71 @@ def _tls() -> ssl.SSLContext:
 def _make_tls(*_: str | None) -> ssl.SSLContext:
     """Make a context with the system's authorities, which takes 20 ms; OpenSSL reads the variables itself."""
     return ssl.create_default_context()
+
+
+@contextmanager
+def hide_urls() -> Iterator[None]:
+    """Drop the HTTP client's own log lines in the ``with`` block, which have whole URLs; nobody else's are dropped."""
+    _add_filters()
+    token = _hidden.set(True)
+    try:
+        yield
+    finally:
+        _hidden.reset(token)
+
+
+@functools.cache
+def _add_filters() -> None:
+    for name in _LOGGERS:
+        logging.getLogger(name).addFilter(_is_shown)
+
+
+def _is_shown(record: logging.LogRecord) -> bool:
+    return not _hidden.get()
+
+
+def name_url(url: str) -> str:
+    """Name a URL for a log, shortened: without the user, the password, and what follows "?" or "#"."""
+    bare = url.partition("#")[0].partition("?")[0]
+    scheme, slashes, rest = bare.partition("//")
+    host, slash, path = rest.partition("/")
+    return reprlib.repr(f"{scheme}{slashes}{host.rpartition('@')[2]}{slash}{path}")
+
+
+async def look_up(host: str, port: int) -> list[str]:
+    """Look a host's name up: its addresses, in the resolver's order. Raises ``OSError``.
+
+    Nothing interrupts the system's resolver, so it runs on a thread of its own, which a slow server of names may keep
+    for longer than the caller waits. There are at most ``_MOST_LOOKUPS`` of these threads. What is an address already
+    needs none: nobody is asked for it.
+    """
+    with suppress(OSError, UnicodeError):  # it is a name
+        return _addresses(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST))
+    while not _lookups.acquire(blocking=False):
+        await asyncio.sleep(_PAUSE_S)
+    return await asyncio.wrap_future(_start_lookup(host, port))
+
+
+def _start_lookup(host: str, port: int) -> Future[list[str]]:
+    found: Future[list[str]] = Future()
+    found.set_running_or_notify_cancel()  # a caller that leaves takes nothing from the thread
+
+    def resolve() -> None:
+        try:
+            found.set_result(_addresses(socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)))
+        except Exception as error:
+            found.set_exception(error)
+        finally:
+            _lookups.release()
+
+    try:
+        threading.Thread(target=resolve, name="trinity-lookup", daemon=True).start()
+    except RuntimeError as error:  # the system has no thread to give
+        _lookups.release()
+        raise OSError(str(error)) from error
+    return found
+
+
+def _addresses(found: Sequence[tuple[Any, ...]]) -> list[str]:
+    known = (socket.AF_INET, socket.AF_INET6)
+    return list(dict.fromkeys(str(where[0]) for family, *_, where in found if family in known))
