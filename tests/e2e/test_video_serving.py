@@ -16,7 +16,7 @@ from trinity.core.messages import Submit
 from trinity.core.scheduler import BatchRules
 from trinity.preprocess import frame_groups
 from trinity.preprocess.clips import Clip
-from trinity.preprocess.loader import VIDEO_TEXT
+from trinity.preprocess.media_markup import VIDEO_TEXT
 from trinity.request import Media, Request
 from trinity.testing.oracle import OracleAnswer
 

@@ -20,9 +20,9 @@ from support.checkpoint_files import checkpoint
 from support.image_reader import image_reader
 from trinity.errors import BadMedia
 from trinity.preprocess.colours import decode_rgb
-from trinity.preprocess.loader import IMAGE_TEXT
 from trinity.preprocess.media import read_image
 from trinity.preprocess.media_limits import MediaLimits, MediaProblem
+from trinity.preprocess.media_markup import IMAGE_TEXT
 from trinity.preprocess.processor import RequestProcessor
 
 NOISE = np.random.default_rng(7).integers(0, 256, (40, 56, 4), dtype=np.uint8)

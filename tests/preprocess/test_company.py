@@ -14,8 +14,8 @@ from PIL import Image
 from support.checkpoint_files import checkpoint
 from support.recordings import MULTIMODAL
 from trinity.errors import UnsupportedModel
+from trinity.preprocess.image_reader import ImageReader, _is_repeated
 from trinity.preprocess.loader import load_tokenizer_and_processor
-from trinity.preprocess.media_items import ItemReader, _is_repeated
 from trinity.preprocess.media_kinds import LoadedProcessor
 from trinity.preprocess.media_limits import MediaProblem
 from trinity.preprocess.processor import RequestProcessor
@@ -106,7 +106,7 @@ def loaded_with(processor: Any, spoken: threading.local) -> LoadedProcessor:
 @pytest.mark.parametrize("most", [1, 2, 3, 100])
 def test_a_processor_is_asked_how_many_images_matter(most: int) -> None:
     spoken = threading.local()
-    reader = ItemReader(loaded_with(_Counting(spoken, most), spoken))
+    reader = ImageReader(loaded_with(_Counting(spoken, most), spoken))
     wide, narrow = picture(0), picture(1, 60, 90)
     contents = {among: reader.read(wide, among).content for among in (1, 2, 3, 4, 5)}
     assert [reader.read(wide, among).tokens for among in (1, 2, 3, 4, 5)] == [min(n, most) + 1 for n in range(1, 6)]
@@ -124,7 +124,7 @@ class _Mixing(_Counting):
 
 def test_images_that_cannot_be_told_apart_are_refused() -> None:
     spoken = threading.local()
-    reader = ItemReader(loaded_with(_Mixing(spoken, 100), spoken))
+    reader = ImageReader(loaded_with(_Mixing(spoken, 100), spoken))
     assert reader.read(picture(0), 1).tokens == 2
     with pytest.raises(MediaProblem, match="cannot be told apart"):
         reader.read(picture(0), 2)
@@ -136,7 +136,7 @@ def test_a_processor_that_fails_on_any_image_is_refused_at_load() -> None:
 
     broken.image_processor = _Images()  # type: ignore[attr-defined]
     with pytest.raises(UnsupportedModel, match=r"processor of model type 'llava' fails on an image .*no codec"):
-        ItemReader(loaded_with(broken, threading.local()))
+        ImageReader(loaded_with(broken, threading.local()))
 
 
 def test_inputs_that_count_rows_on_from_image_to_image_are_copies() -> None:

@@ -20,8 +20,8 @@ from support.image_reader import image_reader
 from support.recordings import MULTIMODAL
 from trinity.errors import BadMedia, RequestTooLarge
 from trinity.preprocess import image_sizes
+from trinity.preprocess.image_reader import ImageReader
 from trinity.preprocess.image_sizes import ImageTooLarge, count_bytes, guard_resizes, predict_pixels, resized
-from trinity.preprocess.media_items import ItemReader
 from trinity.preprocess.media_limits import Estimate, MediaBudget, MediaLimits, MediaProblem, TooManyTokens
 from trinity.preprocess.processor import RequestProcessor
 from trinity.request import Media, Request
@@ -161,7 +161,7 @@ def test_the_size_counts_that_the_image_has_when_it_is_upright() -> None:
 
 
 @cache
-def reader_of(name: str) -> ItemReader:
+def reader_of(name: str) -> ImageReader:
     return image_reader(RequestProcessor(checkpoint(name)))
 
 

@@ -18,6 +18,7 @@ from support.recordings import MULTIMODAL
 from trinity.errors import UnsupportedModel
 from trinity.pipeline import Pipeline
 from trinity.preprocess import loader, model_types
+from trinity.preprocess.media_markup import IMAGE_TEXT
 from trinity.preprocess.model_types import PROVEN, STREAMS, check_config, explain_how_to_add, media_fields, served_types
 from trinity.preprocess.processor import RequestProcessor
 from trinity.stages.models import ModelAdapter, find_adapter, known_models, load_model, register_adapter, registry
@@ -165,7 +166,7 @@ def test_proven_parts_are_those_that_the_tests_compare(name: str) -> None:
 def test_what_is_proven_has_an_adapter_and_is_what_the_hint_lists() -> None:
     images, thinkers = {*MULTIMODAL, *VIDEO_ARCHITECTURES}, {"qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"}
     assert set(PROVEN) == {*images, *AUDIO_ARCHITECTURES} == set(registry._adapters) - {"llama", "mistral"}
-    assert images | thinkers == set(loader.IMAGE_TEXT)
+    assert images | thinkers == set(IMAGE_TEXT)
     assert ", ".join(sorted(PROVEN)) + ", and text-only" in explain_how_to_add()
     assert served_types() == sorted(PROVEN)
     assert "mistral3" not in explain_how_to_add()

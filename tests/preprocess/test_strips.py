@@ -15,7 +15,7 @@ from support.image_reader import image_reader
 from support.stage_driver import picture
 from trinity.core.messages import MediaSpan
 from trinity.core.values import join_strips
-from trinity.preprocess.loader import IMAGE_TEXT
+from trinity.preprocess.media_markup import IMAGE_TEXT
 from trinity.preprocess.processor import ProcessedRequest, RequestProcessor
 from trinity.preprocess.strips import GRID_CROP, LAYOUTS, cut_item
 from trinity.request import Request

@@ -15,8 +15,8 @@ from PIL import Image
 from transformers import Idefics3Config
 
 from trinity.preprocess import video_processors
+from trinity.preprocess.image_kind import make_channels_contiguous
 from trinity.preprocess.image_sizes import ImageTooLarge, guard_resizes
-from trinity.preprocess.loader import make_channels_contiguous
 from trinity.preprocess.processor_parts import load_media_parts
 from trinity.preprocess.torch_pixels import pad, pil_to_tensor
 from trinity.preprocess.video_processors import find_images

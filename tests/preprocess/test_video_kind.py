@@ -14,8 +14,8 @@ from support.video_clips import ask, chat, clip, videos
 from trinity.errors import BadMedia, RequestTooLarge
 from trinity.preprocess import torch_pixels
 from trinity.preprocess.clips import Clip
-from trinity.preprocess.loader import VIDEO_TEXT
 from trinity.preprocess.media_limits import MediaLimits
+from trinity.preprocess.media_markup import VIDEO_TEXT
 from trinity.preprocess.processor import RequestProcessor
 from trinity.preprocess.video_kind import VideoReader
 from trinity.request import Media

@@ -20,8 +20,9 @@ import pytest
 
 from support.checkpoint_files import checkpoint
 from trinity.errors import ConfigError, RequestError
-from trinity.preprocess import loader, model_types, worker, worker_processes
+from trinity.preprocess import model_types, worker, worker_processes
 from trinity.preprocess.media_limits import MediaLimits
+from trinity.preprocess.media_markup import IMAGE_TEXT, ImageText
 from trinity.preprocess.processor import RequestProcessor
 from trinity.preprocess.worker_processes import KillableProcessor, WorkerProcess
 from trinity.request import Request
@@ -241,7 +242,7 @@ async def test_a_process_that_somebody_else_ends_costs_its_request_time_only(
 
 
 async def test_markup_and_types_of_the_program_hold_in_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(loader.IMAGE_TEXT, "llava", loader.ImageText(marker="(({token}))"))
+    monkeypatch.setitem(IMAGE_TEXT, "llava", ImageText(marker="(({token}))"))
     monkeypatch.setattr(model_types, "PROVEN", {})  # here alone: only what is registered loads
     monkeypatch.setattr(model_types, "registered", {"llava"})
     model = await asyncio.to_thread(checkpoint, "llava")
@@ -251,7 +252,7 @@ async def test_markup_and_types_of_the_program_hold_in_the_process(monkeypatch: 
         request = Request("<image> x", images=[b"x"])
         assert made._loaded.placeholders == threads._loaded.placeholders
         setup = made.origin._setup
-        assert (setup.registered, setup.markup) == (True, loader.ImageText(marker="(({token}))"))
+        assert (setup.registered, setup.markup) == (True, ImageText(marker="(({token}))"))
         with pytest.raises(RequestError, match="image 1 of 1"):
             await made.aprocess(request)
     finally:

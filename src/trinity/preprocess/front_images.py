@@ -14,9 +14,8 @@ import msgspec
 
 from trinity.errors import UnsupportedModel
 from trinity.preprocess.image_calls import TEXT_KEYS
-from trinity.preprocess.image_reader import ImageReader
+from trinity.preprocess.image_reader import ImageReader, explain_size, make_gradient
 from trinity.preprocess.media import image_digest, size_of
-from trinity.preprocess.media_items import explain_size, make_gradient
 from trinity.preprocess.media_kinds import MediaItem
 from trinity.preprocess.media_limits import MediaBudget, MediaProblem
 
@@ -30,7 +29,7 @@ _WHERE = "_position_mask"  # end of the name of an output that has 1 where featu
 
 
 class FrontReader(ImageReader):
-    """Reads the one image of a prompt, and the whole prompt with it; see ``ItemReader``."""
+    """Reads the one image of a prompt, and the whole prompt with it; see ``ImageReader``."""
 
     def read_beside(self, source: Any, budget: MediaBudget, text: str) -> MediaItem:
         """Read an image, and the ids of its whole prompt, which has ``text`` behind it.
@@ -41,7 +40,7 @@ class FrontReader(ImageReader):
 
     def read(self, image: Picture, among: int = 1, text: str = _TEXTS[0]) -> MediaItem:
         """Preprocess an image and the text behind it. Raises ``MediaProblem`` if the model's processor refuses it."""
-        self._loaded.last_call.pixels = self._most_pixels
+        self._loaded.last_call.pixels = self._limits.max_processed_pixels
         try:
             output = self._run(image, text)
         except Exception as exc:  # processors raise anything on odd sizes

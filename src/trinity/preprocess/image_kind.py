@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from trinity.errors import ConfigError, UnsupportedModel
 from trinity.preprocess.front_images import FrontReader
 from trinity.preprocess.image_reader import ImageReader
 from trinity.preprocess.image_sizes import guard_resizes
-from trinity.preprocess.loader import IMAGE_TEXT, ImageText, make_channels_contiguous
 from trinity.preprocess.media_kinds import LoadedProcessor, MediaKind, ModelFiles, Placeholder
 from trinity.preprocess.media_limits import MediaLimits
+from trinity.preprocess.media_markup import IMAGE_TEXT, ImageText
 from trinity.preprocess.model_types import explain_how_to_add
 
 
@@ -51,3 +53,23 @@ def reserved_tokens(files: ModelFiles) -> tuple[str, ...]:
             "both of one checkpoint?"
         )
     return (*reserved, *(token for token in others if token is not None))
+
+
+def make_channels_contiguous(images: Any) -> None:
+    """Make an image processor copy each image to contiguous channels before it rescales it.
+
+    Its arrays have shape [channels, height, width] but lie in memory pixel by pixel, where numpy takes three times as
+    long for a channel's mean. The results stay the same, to the bit.
+    """
+    import numpy as np
+    from transformers.image_processing_backends import PilBackend
+
+    if not isinstance(images, PilBackend):
+        return
+
+    class ContiguousChannels(type(images)):  # type: ignore[misc]
+        def rescale(self, image: Any, *args: Any, **kwargs: Any) -> Any:
+            return super().rescale(np.ascontiguousarray(image), *args, **kwargs)
+
+    ContiguousChannels.__name__ = type(images).__name__  # transformers keys settings by this name
+    images.__class__ = ContiguousChannels

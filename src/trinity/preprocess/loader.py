@@ -14,8 +14,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from trinity.errors import ConfigError, UnsupportedModel
 from trinity.errors.arguments import show
 from trinity.preprocess.checkpoint import read_config, read_json
@@ -25,6 +23,7 @@ from trinity.preprocess.internvl_config import has_internvl_chat
 from trinity.preprocess.internvl_parts import PROCESSOR, make_internvl_processor
 from trinity.preprocess.libraries import explain_library
 from trinity.preprocess.media_kinds import LoadedProcessor, ModelFiles, Placeholder, kind_names, list_kinds
+from trinity.preprocess.media_markup import IMAGE_TEXT, VIDEO_TEXT, ImageText, VideoText
 from trinity.preprocess.model_files import check_files
 from trinity.preprocess.model_types import check_config, explain_how_to_add
 from trinity.preprocess.own_processor import GivenProcessor, adopt_processor, check_processor
@@ -35,70 +34,6 @@ from trinity.preprocess.tokenizer_files import load_tokenizer
 from trinity.preprocess.verdicts import MediaFacts
 
 _MOST_CACHED = 64  # texts whose tokenization is cached, each of the size of a prompt
-
-
-class ImageText(msgspec.Struct, frozen=True, kw_only=True):
-    """Markup of images in a model's raw text.
-
-    - ``marker`` ("{token}"): text of one image; ``{token}`` stands for the processor's own image token.
-    - ``atomic`` (False): attention is bidirectional inside an image, so that no chunk of a prefill may cut it.
-    - ``pooled_rows`` (""): field of the config that counts the rows to which the model's class pools an image.
-    - ``tiles`` (""): how its processor lays out the tiles of an image, a name in ``strips.LAYOUTS``; "" where features
-      of a part of an image depend on the rest of it, or nobody has said.
-    """
-
-    marker: str = "{token}"
-    atomic: bool = False
-    pooled_rows: str = ""
-    tiles: str = ""
-
-
-_QWEN = ImageText(marker="<|vision_start|>{token}<|vision_end|>")
-IMAGE_TEXT: dict[str, ImageText] = {
-    "gemma3": ImageText(atomic=True, pooled_rows="mm_tokens_per_image"),
-    "idefics3": ImageText(tiles="second axis"),
-    "internvl": ImageText(tiles="first axis"),
-    "llava": ImageText(),
-    "llava_next": ImageText(tiles="grid"),
-    "llava_next_video": ImageText(),
-    "llava_onevision": ImageText(tiles="grid"),
-    "minicpmv4_6": ImageText(tiles="patches"),
-    "qwen2_vl": _QWEN,
-    "qwen2_5_omni_thinker": ImageText(marker="<|vision_bos|>{token}<|vision_eos|>"),
-    "qwen2_5_vl": _QWEN,
-    "qwen3_omni_moe_thinker": _QWEN,
-    "qwen3_vl": _QWEN,
-    "smolvlm": ImageText(tiles="second axis"),
-    "video_llama_3": ImageText(),
-}
-"""Markup by transformers' ``model_type``. Add a model where ``<image>`` stands for more than the processor's token."""
-
-
-class VideoText(msgspec.Struct, frozen=True, kw_only=True):
-    """Markup of videos in a model's raw text, and how its features follow from frames.
-
-    - ``marker`` ("{token}"): text of one video; ``{token}`` stands for the processor's own video token.
-    - ``tail`` (0): rows of features behind those of the last frame.
-    - ``sampled`` (False): its chats have frames sampled whatever the checkpoint's ``do_sample_frames`` says.
-    """
-
-    marker: str = "{token}"
-    tail: int = 0
-    sampled: bool = False
-
-
-_QWEN_VIDEO = VideoText(marker="<|vision_start|>{token}<|vision_end|>")
-VIDEO_TEXT: dict[str, VideoText] = {
-    "internvl": VideoText(),
-    "llava_next_video": VideoText(),
-    "llava_onevision": VideoText(tail=1),
-    "qwen2_vl": _QWEN_VIDEO,
-    "qwen2_5_vl": _QWEN_VIDEO,
-    "qwen3_vl": _QWEN_VIDEO,
-    "smolvlm": VideoText(sampled=True),
-    "video_llama_3": VideoText(),
-}
-"""Types whose videos are compared with ``generate()``, by transformers' ``model_type``: others take none here."""
 
 
 def load_tokenizer_and_processor(
@@ -193,26 +128,6 @@ def record_texts(tokenizer: Any, last_call: threading.local) -> Any:
     twin = copy.copy(tokenizer)
     twin.__class__ = RecordingTokenizer
     return twin
-
-
-def make_channels_contiguous(images: Any) -> None:
-    """Make an image processor copy each image to contiguous channels before it rescales it.
-
-    Its arrays have shape [channels, height, width] but lie in memory pixel by pixel, where numpy takes three times as
-    long for a channel's mean. The results stay the same, to the bit.
-    """
-    import numpy as np
-    from transformers.image_processing_backends import PilBackend
-
-    if not isinstance(images, PilBackend):
-        return
-
-    class ContiguousChannels(type(images)):  # type: ignore[misc]
-        def rescale(self, image: Any, *args: Any, **kwargs: Any) -> Any:
-            return super().rescale(np.ascontiguousarray(image), *args, **kwargs)
-
-    ContiguousChannels.__name__ = type(images).__name__  # transformers keys settings by this name
-    images.__class__ = ContiguousChannels
 
 
 def load_processor(model_dir: Path, config: Any, tokenizer: Any) -> Any:

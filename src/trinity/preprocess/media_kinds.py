@@ -7,6 +7,7 @@ A ``MediaKind`` says what belongs to a kind whatever the model: its content part
 from __future__ import annotations
 
 import functools
+import hashlib
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -142,6 +143,11 @@ class LoadedProcessor(msgspec.Struct, frozen=True):
     transparency: Transparency = "white"
 
 
+def add_salt(content: str, salt: str) -> str:
+    """Return the name of an item's features for requests of one salt alone: nobody else finds them in a cache."""
+    return hashlib.blake2b(f"{salt}\0{content}".encode(), digest_size=16).hexdigest() if salt else content
+
+
 class KindReader(Protocol):
     """Makes items of one kind for one model, from any thread.
 
@@ -240,6 +246,13 @@ def kind_names() -> tuple[str, ...]:
 def find_kind(name: str) -> MediaKind | None:
     """Return the kind of this name; None for one that transformers knows and nobody reads here yet."""
     return _registered.get(name) or _load_kind(name)
+
+
+def find_fetch_rules(name: str) -> tuple[str, str]:
+    """Return the media types that servers are asked for, and the field of ``MediaLimits`` that bounds an item."""
+    kind = find_kind(name)
+    assert kind is not None, "a model takes no kind that cannot be read"
+    return kind.accept, kind.bytes_limit
 
 
 @functools.cache

@@ -83,7 +83,7 @@ def explain_how_to_add() -> str:
         "processor needs an image_token and its config an image_token_id; compare it with generate(), then register a "
         f"model adapter under the entry point group {ENTRY_POINTS} or with "
         "trinity.stages.models.register_adapter; describe markers of several tokens in "
-        "trinity.preprocess.loader.IMAGE_TEXT"
+        "trinity.preprocess.media_markup.IMAGE_TEXT"
     )
 
 

@@ -29,8 +29,7 @@ from trinity.preprocess.generation_config import (
 from trinity.preprocess.loader import load_tokenizer_and_processor
 from trinity.preprocess.media_admission import admit_media
 from trinity.preprocess.media_costs import MediaCost, Price, check_price, sum_prices
-from trinity.preprocess.media_items import add_salt
-from trinity.preprocess.media_kinds import MediaItem, PricedReader, list_kinds
+from trinity.preprocess.media_kinds import MediaItem, PricedReader, add_salt, find_fetch_rules, list_kinds
 from trinity.preprocess.media_limits import MediaBudget, MediaLimits, MediaProblem, TooManyTokens, explain_length
 from trinity.preprocess.own_processor import GivenProcessor
 from trinity.preprocess.preparation_lanes import (
@@ -137,7 +136,7 @@ class RequestProcessor:
         self._loaded = load_tokenizer_and_processor(Path(model_dir), *given)
         self._kinds = [kind for kind in list_kinds() if kind.name in self._loaded.placeholders]
         self.readers = self._readers = {kind.name: kind.open_reader(self._loaded, self.limits) for kind in self._kinds}
-        self._fetcher = UrlFetcher(self.limits)
+        self._fetcher = UrlFetcher(self.limits, find_fetch_rules)
         self.sampling_door = SamplingDoor(Path(model_dir), self._loaded.config)
         self._at_once = threads  # items that are read at a time
         self._text_lane = PreparationLane("trinity-processor-text", threads)

@@ -25,7 +25,6 @@ from typing import Any
 
 from trinity.errors import ConfigError, RequestError, describe_error, pip_install
 from trinity.errors.plain_values import is_address
-from trinity.preprocess.media_kinds import find_kind
 from trinity.preprocess.media_limits import MediaLimits, MediaProblem
 from trinity.preprocess.media_sources import check_bytes
 from trinity.preprocess.url_rules import UrlRules
@@ -48,6 +47,12 @@ _MOST_LOOKUPS = 32  # at a time in this process
 _PAUSE_S = 0.02  # between two tries for a thread of a look-up
 _lookups = threading.BoundedSemaphore(_MOST_LOOKUPS)
 CountBytes = Callable[[int], None]
+FetchRules = Callable[[str], tuple[str, str]]
+"""By a kind of media: the types to ask a server for, and the field of ``MediaLimits`` that bounds an item."""
+
+
+def fetch_as_image(_: str) -> tuple[str, str]:
+    return "image/*", "max_image_bytes"
 
 
 def _count_nothing(_: int) -> None:
@@ -67,12 +72,13 @@ class UrlFetcher:
     """Fetches URLs for one processor.
 
     - ``limits``: who may fetch what, and how much.
+    - ``rules_of`` (those of images): what holds for each kind of media.
 
     Raises ``ConfigError`` if they allow some, and httpx2 is not installed.
     """
 
-    def __init__(self, limits: MediaLimits) -> None:
-        self._limits = limits
+    def __init__(self, limits: MediaLimits, rules_of: FetchRules = fetch_as_image) -> None:
+        self._limits, self._rules_of = limits, rules_of
         self._rules = UrlRules.of(limits.allowed_hosts, limits.allowed_networks)
         self._slots = asyncio.Semaphore(_MOST_AT_ONCE)
         if limits.allow_urls or limits.allowed_hosts:
@@ -106,7 +112,9 @@ class UrlFetcher:
         if not any(is_url(item.source) for item in media):
             return tuple(media)
         with ThreadPoolExecutor(1, thread_name_prefix="trinity-fetch") as thread:
-            return thread.submit(lambda: asyncio.run(UrlFetcher(self._limits).fetch_all(media, untrusted))).result()
+            return thread.submit(
+                lambda: asyncio.run(UrlFetcher(self._limits, self._rules_of).fetch_all(media, untrusted))
+            ).result()
 
     async def _try(self, item: Media, untrusted: bool, count: CountBytes) -> bytes | MediaProblem:
         try:
@@ -148,8 +156,7 @@ class UrlFetcher:
         return MediaProblem(_UNTOLD)
 
     async def _follow(self, url: str, rules: UrlRules | None, kind: str, count: CountBytes) -> bytes:
-        httpx2, wanted = _import_client(), find_kind(kind)
-        assert wanted is not None, "a model takes no kind that cannot be read"
+        httpx2, (accept, bound) = _import_client(), self._rules_of(kind)
         if len(url) > _LONGEST_URL:
             raise _Refused(f"it has more than {_LONGEST_URL} characters")
         target = httpx2.URL(url)
@@ -157,10 +164,10 @@ class UrlFetcher:
             proxied = rules is None and _has_proxies()
             addresses = await _let_client_find(target) if proxied else await _judge(target, rules)
             async with httpx2.AsyncClient(verify=_tls(), trust_env=proxied, timeout=None) as client:
-                answer = await self._ask(client, target, addresses, wanted.accept)
+                answer = await self._ask(client, target, addresses, accept)
                 try:
                     if not answer.has_redirect_location:
-                        return await self._read(answer, wanted.bytes_limit, count)
+                        return await self._read(answer, bound, count)
                     target = target.join(answer.headers["Location"])
                 finally:
                     await answer.aclose()

@@ -14,10 +14,10 @@ from trinity.errors import ConfigError, describe_error
 from trinity.errors.plain_values import is_address
 from trinity.preprocess.clips import Frames, check_size, plain_clip, price_clip, read_frames
 from trinity.preprocess.image_kind import reserved_tokens
-from trinity.preprocess.loader import VIDEO_TEXT
 from trinity.preprocess.media_costs import RESIZE_NS, Price
 from trinity.preprocess.media_kinds import LoadedProcessor, MediaItem, MediaKind, ModelFiles, Placeholder
 from trinity.preprocess.media_limits import Estimate, MediaBudget, MediaLimits, MediaProblem
+from trinity.preprocess.media_markup import VIDEO_TEXT
 from trinity.preprocess.processor_parts import NoVideo
 from trinity.preprocess.video_files import find_coded, read_file_bytes, read_video
 from trinity.preprocess.video_prices import price_frames

@@ -31,10 +31,11 @@ from PIL import Image
 
 from trinity.errors import ConfigError, RequestError, describe_error
 from trinity.errors.parent_process import has_holder_ended, name_process
-from trinity.preprocess import loader, model_types
+from trinity.preprocess import model_types
 from trinity.preprocess.colours import Transparency
 from trinity.preprocess.media_costs import MediaCost, unit_s
 from trinity.preprocess.media_limits import MediaLimits
+from trinity.preprocess.media_markup import IMAGE_TEXT, ImageText
 from trinity.preprocess.own_processor import GivenProcessor, pack_processor
 from trinity.preprocess.processor import ProcessedRequest, RequestProcessor
 from trinity.request import Request
@@ -65,7 +66,7 @@ class WorkerSetup(msgspec.Struct, frozen=True):
     limits: MediaLimits
     ignore: Collection[str] | bool
     model_type: str
-    markup: loader.ImageText | None
+    markup: ImageText | None
     registered: bool
     fingerprint: str
     strips: int
@@ -78,7 +79,7 @@ class WorkerSetup(msgspec.Struct, frozen=True):
     ) -> WorkerSetup:
         """Describe the parent's processor."""
         kind = processor.model_type
-        markup, registered = loader.IMAGE_TEXT.get(kind), kind in model_types.registered
+        markup, registered = IMAGE_TEXT.get(kind), kind in model_types.registered
         rest = (processor_fingerprint(processor), processor.strips, pack_processor(own), processor._loaded.transparency)
         return WorkerSetup(model_dir, processor.limits, ignore, kind, markup, registered, *rest)
 
@@ -284,9 +285,9 @@ def _load(setup: WorkerSetup) -> RequestProcessor:
     if setup.registered:
         model_types.registered.add(setup.model_type)
     if setup.markup is not None:
-        loader.IMAGE_TEXT[setup.model_type] = setup.markup
+        IMAGE_TEXT[setup.model_type] = setup.markup
     else:
-        loader.IMAGE_TEXT.pop(setup.model_type, None)
+        IMAGE_TEXT.pop(setup.model_type, None)
     given = {"limits": setup.limits, "ignore_generation_config": setup.ignore, "strips": setup.strips}
     given |= {"processor": pickle.loads(setup.own), "transparency": setup.transparency}
     processor = RequestProcessor(setup.model_dir, **given)  # type: ignore[arg-type]

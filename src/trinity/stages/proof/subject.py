@@ -16,8 +16,8 @@ from torch import Tensor
 from trinity.preprocess.audio_kind import find_extractor
 from trinity.preprocess.checkpoint import read_config
 from trinity.preprocess.libraries import explain_library
-from trinity.preprocess.loader import VIDEO_TEXT
 from trinity.preprocess.media_kinds import kind_names
+from trinity.preprocess.media_markup import VIDEO_TEXT
 from trinity.preprocess.verdicts import MEDIA, MediaFacts
 from trinity.stages.models.banned_logits import set_aside
 from trinity.stages.models.base import HEAD_FIELDS, ModelAdapter, find_head
