@@ -13,7 +13,7 @@ from unittest.mock import patch
 import torch
 
 from trinity.costs.step_cost import Device
-from trinity.preprocess.checkpoint import read_config
+from trinity.preprocess.checkpoint.config_file import read_config
 from trinity.stages.attention.interface import PAGED_ATTENTION
 from trinity.stages.models import loader
 from trinity.stages.models.checks import set_attention

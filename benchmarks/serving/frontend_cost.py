@@ -45,8 +45,8 @@ from trinity.emulation.model import LLAVA_15_7B, EmulatedModel, EmulatedRequest
 from trinity.emulation.processor import EmulatedTokenizer
 from trinity.pipeline import Pipeline
 from trinity.pipeline.stream import Stream
-from trinity.preprocess.detokenizer import TextStream
 from trinity.preprocess.processor import ProcessedRequest
+from trinity.preprocess.text.detokenizer import TextStream
 from trinity.remote.wire import decode, encode
 from trinity.request import Request
 

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from trinity.planner import HybridPlanner as HybridPlanner
     from trinity.planner import Plan as Plan
     from trinity.planner import SearchConfig as SearchConfig
-    from trinity.preprocess.clips import Clip as Clip
-    from trinity.preprocess.image_reader import open_image as open_image
+    from trinity.preprocess.media.clips import Clip as Clip
+    from trinity.preprocess.media.image_reader import open_image as open_image
     from trinity.preprocess.media_limits import MediaLimits as MediaLimits
     from trinity.remote.buddy import Buddy as Buddy
     from trinity.remote.hosts import plan_hosts as plan_hosts
@@ -83,8 +83,8 @@ _HOMES = {
     "pipeline.sync_pipeline": ["SyncPipeline"],
     "placement": ["Placement"],
     "planner": ["HybridPlanner", "Plan", "SearchConfig"],
-    "preprocess.clips": ["Clip"],
-    "preprocess.image_reader": ["open_image"],
+    "preprocess.media.clips": ["Clip"],
+    "preprocess.media.image_reader": ["open_image"],
     "preprocess.media_limits": ["MediaLimits"],
     "remote.buddy": ["Buddy"],
     "remote.hosts": ["plan_hosts", "read_hosts", "write_hosts"],

@@ -9,7 +9,7 @@ import pytest
 
 from trinity.costs.model_config import read_model_shape
 from trinity.errors import ConfigError
-from trinity.preprocess.checkpoint import check_directory
+from trinity.preprocess.checkpoint.config_file import check_directory
 
 
 def folder_of(tmp_path: Path, *names: str) -> Path:

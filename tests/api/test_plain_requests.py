@@ -23,8 +23,8 @@ from trinity.core.messages import Submit
 from trinity.emulation.model import EmulatedRequest
 from trinity.errors import RequestError
 from trinity.pipeline import Pipeline
-from trinity.preprocess.content_parts import take_media
 from trinity.preprocess.processor import RequestProcessor
+from trinity.preprocess.text.content_parts import take_media
 from trinity.remote.wire import decode, encode
 from trinity.request import Media, Request, Sampling, check_request
 

@@ -21,7 +21,7 @@ from trinity.costs.budgets import StepCost
 from trinity.costs.model_config import find_model_shape, read_model_shape
 from trinity.costs.step_cost import CostTables, get_device
 from trinity.errors import LONGEST_SHOWN, MOST_MESSAGE, RequestError, TrinityError, UnknownName, shorten_message, show
-from trinity.preprocess.checkpoint import check_directory
+from trinity.preprocess.checkpoint.config_file import check_directory
 from trinity.request import check_request
 from trinity.simulation.simulator import Simulator
 

@@ -20,8 +20,8 @@ from trinity.memory.cache_config import CacheConfig
 from trinity.metrics import SPANS
 from trinity.pipeline import Pipeline
 from trinity.pipeline.stream import DECODED_AT_ONCE, Stream, make_error
-from trinity.preprocess.detokenizer import TextStream
 from trinity.preprocess.processor import ProcessedRequest
+from trinity.preprocess.text.detokenizer import TextStream
 from trinity.request import Output, Request, Sampling, Token
 from trinity.traces.trace import SLO
 

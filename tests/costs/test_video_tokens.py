@@ -13,7 +13,7 @@ import torch
 from trinity.costs.media_tokens import MediaRules
 from trinity.costs.video_tokens import VIDEO_FAMILIES, VIDEO_RULES, video_tokens
 from trinity.errors import ConfigError, UnknownName
-from trinity.preprocess.video_processors import load_video_processor
+from trinity.preprocess.checkpoint.video_processors import load_video_processor
 from trinity.traces.media import TraceVideo
 
 

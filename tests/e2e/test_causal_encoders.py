@@ -14,7 +14,7 @@ from support.checkpoint_files import checkpoint
 from support.recordings import serve
 from support.stage_driver import picture
 from trinity.core.scheduler import BatchRules
-from trinity.preprocess.verdicts import find_verdict
+from trinity.preprocess.checkpoint.verdicts import find_verdict
 from trinity.request import Request, Sampling
 from trinity.stages.proof import prove
 from trinity.testing.oracle import Oracle

@@ -17,8 +17,8 @@ from support.sounds import clip
 from support.stage_driver import picture
 from trinity.core.scheduler import BatchRules
 from trinity.errors import BadMedia
+from trinity.preprocess.checkpoint.verdicts import find_verdict
 from trinity.preprocess.processor import RequestProcessor
-from trinity.preprocess.verdicts import find_verdict
 from trinity.request import Media, Request, Sampling
 from trinity.stages.proof import prove
 from trinity.testing.oracle import Oracle

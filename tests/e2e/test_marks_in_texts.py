@@ -17,8 +17,8 @@ from support.recordings import serve
 from support.stage_driver import picture
 from trinity.core.scheduler import BatchRules
 from trinity.errors import BadMedia, RequestError
+from trinity.preprocess.checkpoint.verdicts import find_verdict
 from trinity.preprocess.processor import RequestProcessor
-from trinity.preprocess.verdicts import find_verdict
 from trinity.request import Request, Sampling
 from trinity.stages.models.generic import GenericAdapter
 from trinity.stages.proof import prove

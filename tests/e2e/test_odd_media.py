@@ -26,8 +26,8 @@ from support.video_clips import clip
 from support.video_files import write_video
 from trinity.errors import BadMedia, RequestError, RequestTooLarge, StageError
 from trinity.pipeline import Pipeline
-from trinity.preprocess.clips import Clip
-from trinity.preprocess.media_markup import VIDEO_TEXT
+from trinity.preprocess.media.clips import Clip
+from trinity.preprocess.media.media_markup import VIDEO_TEXT
 from trinity.request import Media, Output, Request, Sampling
 
 SETTINGS: dict[str, Any] = {"dtype": "float32", "pools": {"image": 2048, "kv": 4096}}

@@ -16,7 +16,7 @@ from support.sounds import clip
 from support.ultravox import TOKEN, UltravoxProcessor, build_ultravox
 from trinity.errors import ConfigError, UnsupportedModel
 from trinity.pipeline import Pipeline
-from trinity.preprocess import model_types
+from trinity.preprocess.checkpoint import model_types
 from trinity.preprocess.media_limits import MediaLimits
 from trinity.preprocess.processor import RequestProcessor
 from trinity.request import Media, Request, Sampling

@@ -17,8 +17,8 @@ from support.sounds import clip, encoded
 from trinity.core.scheduler import BatchRules
 from trinity.errors import BadMedia
 from trinity.pipeline import Pipeline
+from trinity.preprocess.checkpoint.verdicts import find_verdict
 from trinity.preprocess.media_limits import MediaLimits
-from trinity.preprocess.verdicts import find_verdict
 from trinity.request import Media, Request, Sampling
 from trinity.stages.proof import prove
 from trinity.testing.oracle import Oracle, OracleAnswer
@@ -28,7 +28,7 @@ OUTPUTS = 12
 WITHIN = 1e-4  # of the largest logit
 RULES = BatchRules(token_budget=13, image_budget=4096)  # chunks end in clips; what waits is encoded in one step
 SETTINGS: dict[str, Any] = {"pools": {"image": 64, "kv": 256}, "rules": RULES}
-# What loads the extractor of these types is in torchaudio alone (tests/preprocess/test_libraries.py).
+# What loads the extractor of these types is in torchaudio alone (tests/preprocess/checkpoint/test_libraries.py).
 NEEDS_TORCHAUDIO = ("fun_asr_nano", "granite_speech", "granite_speech_plus")
 TYPES = (*NEEDS_TORCHAUDIO, "gemma4", "moss_transcribe_diarize", "nemo_speechlm")
 SOON = {"moss_transcribe_diarize": "E+P+D", "granite_speech": "EP+D"}

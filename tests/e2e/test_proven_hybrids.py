@@ -18,8 +18,8 @@ from support.hybrid_models import zero_states
 from support.pipeline_options import pipeline_options
 from trinity.core.scheduler import BatchRules
 from trinity.pipeline import Pipeline
-from trinity.preprocess.model_types import PROVEN
-from trinity.preprocess.verdicts import find_verdict
+from trinity.preprocess.checkpoint.model_types import PROVEN
+from trinity.preprocess.checkpoint.verdicts import find_verdict
 from trinity.request import Request, Sampling
 from trinity.stages.proof import prove
 from trinity.testing.oracle import Oracle, OracleAnswer

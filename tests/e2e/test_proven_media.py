@@ -16,7 +16,7 @@ from support.checkpoint_files import checkpoint
 from support.pipeline_options import pipeline_options
 from trinity.core.scheduler import BatchRules
 from trinity.pipeline import Pipeline
-from trinity.preprocess.verdicts import MEDIA, find_verdict
+from trinity.preprocess.checkpoint.verdicts import MEDIA, find_verdict
 from trinity.request import Request, Sampling
 from trinity.stages.proof import prove
 from trinity.testing.oracle import Oracle

@@ -22,9 +22,9 @@ from support.voxtral_route import OUTPUTS, front, own, voxtral
 from trinity.core.scheduler import BatchRules
 from trinity.errors import BadMedia, RequestError, RequestTooLarge
 from trinity.pipeline import Pipeline
+from trinity.preprocess.checkpoint.verdicts import MediaFacts, on_trial
 from trinity.preprocess.media_limits import MediaLimits
 from trinity.preprocess.processor import RequestProcessor
-from trinity.preprocess.verdicts import MediaFacts, on_trial
 from trinity.request import Media, Request, Sampling
 from trinity.testing.oracle import OracleAnswer
 from trinity.testing.transports import zero_after_read

@@ -17,7 +17,7 @@ import pytest
 from support.checkpoint_files import checkpoint
 from support.recordings import serve
 from support.stage_driver import picture
-from trinity.preprocess.verdicts import find_verdict
+from trinity.preprocess.checkpoint.verdicts import find_verdict
 from trinity.request import Request
 from trinity.stages.models.generic import GenericAdapter
 from trinity.stages.proof import prove

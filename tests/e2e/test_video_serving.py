@@ -14,9 +14,9 @@ from support.stage_driver import picture
 from support.video_clips import ask, chat, clip, videos
 from trinity.core.messages import Submit
 from trinity.core.scheduler import BatchRules
-from trinity.preprocess import frame_groups
-from trinity.preprocess.clips import Clip
-from trinity.preprocess.media_markup import VIDEO_TEXT
+from trinity.preprocess.media import frame_groups
+from trinity.preprocess.media.clips import Clip
+from trinity.preprocess.media.media_markup import VIDEO_TEXT
 from trinity.request import Media, Request
 from trinity.testing.oracle import OracleAnswer
 

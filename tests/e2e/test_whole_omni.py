@@ -14,7 +14,7 @@ from support.checkpoint_files import checkpoint
 from support.sounds import clip
 from support.stage_driver import picture
 from trinity.pipeline import Pipeline
-from trinity.preprocess.checkpoint import read_config
+from trinity.preprocess.checkpoint.config_file import read_config
 from trinity.request import Media, Request, Sampling
 from trinity.stages.models import load_model
 from trinity.testing.oracle import own_processor

@@ -14,8 +14,8 @@ from support.recovering import recovering, told
 from trinity.core.frontend import Abort, Deliver, End
 from trinity.core.messages import Cancel, Sampled, Submit, Value
 from trinity.pipeline.frontend_host import FrontendHost, preparing_part
-from trinity.preprocess.grammars import TRIAL_PATIENCE_S
 from trinity.preprocess.media_limits import MediaLimits
+from trinity.preprocess.text.grammars import TRIAL_PATIENCE_S
 from trinity.request import Request, Sampling, Structured
 
 LONG = "a " * 200_000

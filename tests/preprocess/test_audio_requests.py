@@ -15,9 +15,9 @@ import pytest
 from support.checkpoint_files import checkpoint
 from support.sounds import clip, encoded
 from trinity.errors import BadMedia, RequestError, RequestTooLarge, UnsupportedModel
-from trinity.preprocess.audio_kind import AudioReader
+from trinity.preprocess.checkpoint.model_types import check_config
+from trinity.preprocess.media.audio_kind import AudioReader
 from trinity.preprocess.media_limits import MediaLimits
-from trinity.preprocess.model_types import check_config
 from trinity.preprocess.processor import RequestProcessor
 from trinity.preprocess.worker_processes import KillableProcessor
 from trinity.request import Media, Request

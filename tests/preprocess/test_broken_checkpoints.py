@@ -20,8 +20,8 @@ import trinity
 from support.checkpoint_files import checkpoint
 from trinity import commands
 from trinity.errors import ConfigError, TrinityError, UnsupportedModel
-from trinity.preprocess.checkpoint import count_tensors, read_config
-from trinity.preprocess.model_files import MOST_CONFIG_BYTES
+from trinity.preprocess.checkpoint.config_file import count_tensors, read_config
+from trinity.preprocess.checkpoint.model_files import MOST_CONFIG_BYTES
 from trinity.preprocess.processor import RequestProcessor
 from trinity.stages.models import load_model
 from trinity.stages.proof.prove import prove

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from trinity.preprocess.prompt import PromptText, check_in_front
-from trinity.preprocess.prompt_problem import PromptProblem
+from trinity.preprocess.text.prompt import PromptText, check_in_front
+from trinity.preprocess.text.prompt_problem import PromptProblem
 
 
 @pytest.mark.parametrize("text", ["", " a boat", "line\nline"])

@@ -13,7 +13,7 @@ import pytest
 from support.checkpoint_files import checkpoint
 from trinity import commands
 from trinity.errors import ConfigError
-from trinity.preprocess.checkpoint import read_config
+from trinity.preprocess.checkpoint.config_file import read_config
 from trinity.preprocess.processor import RequestProcessor
 from trinity.stages.models import load_model
 

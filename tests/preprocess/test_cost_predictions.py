@@ -24,14 +24,14 @@ from support import costly_media as made
 from support.checkpoint_files import checkpoint
 from support.costly_media import encode, photograph
 from support.video_files import VIDEO_CODECS, encode_video
-from trinity.preprocess import media_costs
-from trinity.preprocess.audio import price_sound, read_audio
-from trinity.preprocess.clips import Clip
-from trinity.preprocess.media import price_picture, read_image
-from trinity.preprocess.media_costs import Price
+from trinity.preprocess.media import media_costs
+from trinity.preprocess.media.audio import price_sound, read_audio
+from trinity.preprocess.media.clips import Clip
+from trinity.preprocess.media.images import price_picture, read_image
+from trinity.preprocess.media.media_costs import Price
+from trinity.preprocess.media.video_kind import VideoReader
 from trinity.preprocess.media_limits import MediaBudget, MediaLimits
 from trinity.preprocess.processor import RequestProcessor
-from trinity.preprocess.video_kind import VideoReader
 
 LIMITS = MediaLimits(max_media_cpu_s=1e6, max_media_bytes=1 << 40, max_pixels=1 << 30, max_processed_bytes=1 << 40)
 TRIES = 3

@@ -15,14 +15,14 @@ import transformers
 from support.checkpoint_files import checkpoint
 from trinity.errors import ConfigError, RequestError
 from trinity.pipeline import Pipeline
-from trinity.preprocess.generation_config import (
+from trinity.preprocess.processor import RequestProcessor
+from trinity.preprocess.text.generation_config import (
     FOLLOWED,
     REFUSED_UNLESS,
     WITHOUT_EFFECT,
     GenerationDefaults,
     load_generation_defaults,
 )
-from trinity.preprocess.processor import RequestProcessor
 from trinity.request import PLAIN_GREEDY, Request, Sampling
 
 

@@ -13,7 +13,7 @@ from support.checkpoint_files import checkpoint
 from support.sounds import clip
 from support.stage_driver import picture
 from trinity.errors import RequestError
-from trinity.preprocess.checkpoint import read_config
+from trinity.preprocess.checkpoint.config_file import read_config
 from trinity.preprocess.loader import load_processor
 from trinity.preprocess.processor import RequestProcessor
 from trinity.request import Media, Request

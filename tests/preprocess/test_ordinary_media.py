@@ -14,11 +14,11 @@ from PIL import Image
 
 from support.costly_media import encode, photograph, wav
 from support.video_files import encode_video
-from trinity.preprocess.audio import price_sound
-from trinity.preprocess.media import price_picture
-from trinity.preprocess.media_costs import Price, price_processing, sum_prices, unit_s
+from trinity.preprocess.media.audio import price_sound
+from trinity.preprocess.media.images import price_picture
+from trinity.preprocess.media.media_costs import Price, price_processing, sum_prices, unit_s
+from trinity.preprocess.media.video_prices import find_frames, price_frames
 from trinity.preprocess.media_limits import MediaLimits
-from trinity.preprocess.video_prices import find_frames, price_frames
 
 LIMITS = MediaLimits()
 PROCESSED = 12_845_056  # pixels that Qwen2-VL's published processor makes of a large image

@@ -19,9 +19,9 @@ from PIL import Image
 
 from support.checkpoint_files import checkpoint
 from trinity.errors import RequestError
-from trinity.preprocess.image_kind import make_channels_contiguous
 from trinity.preprocess.loader import load_processor, record_texts
-from trinity.preprocess.media_markup import IMAGE_TEXT
+from trinity.preprocess.media.image_kind import make_channels_contiguous
+from trinity.preprocess.media.media_markup import IMAGE_TEXT
 from trinity.preprocess.processor import ProcessedRequest, RequestProcessor
 from trinity.request import Request
 from trinity.testing.checkpoints import ARCHITECTURES

@@ -10,8 +10,8 @@ import pytest
 from support.checkpoint_files import checkpoint
 from support.stage_driver import picture
 from trinity.errors import BadMedia
+from trinity.preprocess.checkpoint.verdicts import MediaFacts, on_trial
 from trinity.preprocess.processor import RequestProcessor
-from trinity.preprocess.verdicts import MediaFacts, on_trial
 from trinity.request import Request
 
 

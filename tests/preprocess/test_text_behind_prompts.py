@@ -10,10 +10,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
 
-from preprocess.test_detokenizer import Counting, cut, run
+from preprocess.text.test_detokenizer import Counting, cut, run
 from support.made_tokenizers import NAMES, ids_of, tokenizer
-from trinity.preprocess.detokenizer import TextStream
-from trinity.preprocess.token_text import _SETTLED, TableText, make_text
+from trinity.preprocess.text.detokenizer import TextStream
+from trinity.preprocess.text.token_text import _SETTLED, TableText, make_text
 
 FALLBACK = [name for name in NAMES if name.startswith("fallback")]
 TIDY = ["fallback_tidy", "metaspace_tidy", "wordpiece_tidy"]

@@ -14,12 +14,12 @@ import transformers
 from PIL import Image
 from transformers import Idefics3Config
 
-from trinity.preprocess import video_processors
-from trinity.preprocess.image_kind import make_channels_contiguous
-from trinity.preprocess.image_sizes import ImageTooLarge, guard_resizes
-from trinity.preprocess.processor_parts import load_media_parts
-from trinity.preprocess.torch_pixels import pad, pil_to_tensor
-from trinity.preprocess.video_processors import find_images
+from trinity.preprocess.checkpoint import video_processors
+from trinity.preprocess.checkpoint.processor_parts import load_media_parts
+from trinity.preprocess.checkpoint.torch_pixels import pad, pil_to_tensor
+from trinity.preprocess.checkpoint.video_processors import find_images
+from trinity.preprocess.media.image_kind import make_channels_contiguous
+from trinity.preprocess.media.image_sizes import ImageTooLarge, guard_resizes
 
 NAMES = ("Cohere2VisionImageProcessor", "Llama4ImageProcessor", "Lfm2VlImageProcessor", "MiniMaxM3VLImageProcessor")
 
@@ -57,7 +57,7 @@ def test_a_resize_beyond_the_limit_is_stopped_here_too() -> None:
 def test_settings_of_a_checkpoint_are_followed(tmp_path: Path) -> None:
     kind: Any = find_images("Cohere2VisionImageProcessor", "torchvision")
     kind(size={"height": 28, "width": 28}).save_pretrained(tmp_path)
-    from trinity.preprocess.checkpoint import read_json
+    from trinity.preprocess.checkpoint.config_file import read_json
 
     again = kind.from_dict(read_json(tmp_path / "preprocessor_config.json"))
     assert again([picture()], return_tensors="pt")["pixel_values"].shape[-2:] == (28, 28)

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from support.picture_pages import PNG, PicturePages, serving
+from trinity.preprocess.fetch.url_fetch import UrlFetcher
 from trinity.preprocess.media_limits import MediaLimits, MediaProblem
-from trinity.preprocess.url_fetch import UrlFetcher
 
 OUTER, INNER = "127.0.0.2", "127.0.0.3"  # one stands for a public address, which tests cannot have
 LIMITS = MediaLimits(

@@ -21,9 +21,10 @@ from PIL import Image
 
 from support.checkpoint_files import checkpoint
 from trinity.errors import BadMedia, RequestError
-from trinity.preprocess import media_costs, worker
-from trinity.preprocess.clips import Clip
-from trinity.preprocess.media_costs import MediaCost
+from trinity.preprocess import worker
+from trinity.preprocess.media import media_costs
+from trinity.preprocess.media.clips import Clip
+from trinity.preprocess.media.media_costs import MediaCost
 from trinity.preprocess.media_limits import MediaLimits
 from trinity.preprocess.processor import RequestProcessor
 from trinity.preprocess.worker_processes import KillableProcessor, WorkerProcess

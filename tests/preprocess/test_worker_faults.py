@@ -20,9 +20,10 @@ import pytest
 
 from support.checkpoint_files import checkpoint
 from trinity.errors import ConfigError, RequestError
-from trinity.preprocess import model_types, worker, worker_processes
+from trinity.preprocess import worker, worker_processes
+from trinity.preprocess.checkpoint import model_types
+from trinity.preprocess.media.media_markup import IMAGE_TEXT, ImageText
 from trinity.preprocess.media_limits import MediaLimits
-from trinity.preprocess.media_markup import IMAGE_TEXT, ImageText
 from trinity.preprocess.processor import RequestProcessor
 from trinity.preprocess.worker_processes import KillableProcessor, WorkerProcess
 from trinity.request import Request

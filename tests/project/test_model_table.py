@@ -21,7 +21,7 @@ from support.any_model.trials import (
 )
 from tools import model_table
 from tools.model_table import PAGE, read_rows, run_bounded, write_page
-from trinity.preprocess.model_types import STREAMS
+from trinity.preprocess.checkpoint.model_types import STREAMS
 
 ROWS = [
     Row("glm4v", CHECKED, "image, text"),

@@ -24,7 +24,7 @@ from trinity.instance import Instance, name_instances
 from trinity.memory.block_memory import BlockMemory, BlockShape
 from trinity.memory.cache_config import CacheConfig
 from trinity.memory.devices import ENCODE_BYTES
-from trinity.preprocess.checkpoint import read_config
+from trinity.preprocess.checkpoint.config_file import read_config
 from trinity.remote.instance_setup import load_instance
 from trinity.remote.supervisor import make_setups
 from trinity.remote.wire import Setup, decode, encode

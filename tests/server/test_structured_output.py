@@ -15,7 +15,7 @@ import trinity
 import trinity.server
 from support.checkpoint_files import checkpoint
 from support.http_server import listening, serve_model
-from trinity.preprocess import grammar_trials
+from trinity.preprocess.text import grammar_trials
 
 MESSAGES: Any = [{"role": "user", "content": "Describe it"}]
 ASKED: dict[str, Any] = {"model": "llama", "messages": MESSAGES, "temperature": 1.0, "seed": 3, "max_tokens": 200}

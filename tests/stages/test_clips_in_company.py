@@ -13,8 +13,8 @@ from support.checkpoint_files import checkpoint
 from support.sounds import clip
 from trinity.core.messages import Encode, Step
 from trinity.memory.block_memory import BlockMemory
+from trinity.preprocess.checkpoint.verdicts import find_verdict
 from trinity.preprocess.processor import ProcessedRequest, RequestProcessor
-from trinity.preprocess.verdicts import find_verdict
 from trinity.request import Media, Request
 from trinity.stages.encode import EncodeStage
 from trinity.stages.models import load_model

@@ -20,7 +20,7 @@ from support.language_stage import PROMPT, Solo, work
 from trinity.core.logits_processors import register_logits_processor
 from trinity.core.messages import Prefill, ResolvedSampling, Sampled, Work
 from trinity.errors import RequestError, StageError
-from trinity.preprocess.grammars import compiler_of
+from trinity.preprocess.text.grammars import compiler_of
 from trinity.stages import host_rules
 from trinity.stages.base import FailedSample
 from trinity.stages.host_rules import GrammarState, HostRules, apply_host_rules

@@ -12,8 +12,8 @@ from transformers import LlamaConfig
 
 from trinity.core.messages import MediaSpan, Open, Work
 from trinity.errors import StageError
+from trinity.preprocess.checkpoint.verdicts import MediaFacts
 from trinity.preprocess.processor import RequestProcessor
-from trinity.preprocess.verdicts import MediaFacts
 from trinity.stages.attention.interface import AttentionParams, build_mask
 from trinity.stages.models.generic import GenericAdapter
 from trinity.stages.request_table import RequestTable, _number_groups

@@ -13,10 +13,10 @@ from support.recordings import Served, serve
 from support.served_media_types import ALONE, IN_FRONT, WITHOUT_CHATS
 from support.stage_driver import picture
 from trinity.core.scheduler import BatchRules
-from trinity.preprocess.checkpoint import read_config
-from trinity.preprocess.model_types import PROVEN
+from trinity.preprocess.checkpoint.config_file import read_config
+from trinity.preprocess.checkpoint.model_types import PROVEN
+from trinity.preprocess.checkpoint.verdicts import find_verdict
 from trinity.preprocess.processor import RequestProcessor
-from trinity.preprocess.verdicts import find_verdict
 from trinity.request import Request, Sampling
 from trinity.stages.models.state_probe import STATE_KINDS, list_layer_kinds
 from trinity.stages.proof import prove

@@ -17,9 +17,9 @@ from support.internvl_chats import needs_sentencepiece
 from support.published_folders import write_folder
 from support.published_models import PUBLISHED_MODELS
 from support.stage_driver import picture
-from trinity.preprocess.checkpoint import read_config
-from trinity.preprocess.model_types import PROVEN
-from trinity.preprocess.verdicts import find_verdict
+from trinity.preprocess.checkpoint.config_file import read_config
+from trinity.preprocess.checkpoint.model_types import PROVEN
+from trinity.preprocess.checkpoint.verdicts import find_verdict
 from trinity.request import Media, Request, Sampling
 from trinity.stages.proof import prove
 from trinity.stages.proof.prompts import make_clip

@@ -15,7 +15,7 @@ from support.checkpoint_files import checkpoint
 from trinity.core.messages import Encode, Open, Prefill, Step
 from trinity.memory.block_memory import BlockMemory
 from trinity.preprocess.loader import load_processor
-from trinity.preprocess.media_markup import IMAGE_TEXT
+from trinity.preprocess.media.media_markup import IMAGE_TEXT
 from trinity.preprocess.processor import ProcessedRequest, RequestProcessor
 from trinity.request import Request
 from trinity.stages.encode import EncodeStage

@@ -10,11 +10,11 @@ from typing import Any
 from transformers import AutoTokenizer
 
 from support.checkpoint_files import checkpoint
-from trinity.preprocess.checkpoint import read_config
+from trinity.preprocess.checkpoint.config_file import read_config
+from trinity.preprocess.checkpoint.verdicts import MediaFacts, on_trial
 from trinity.preprocess.loader import load_processor, load_tokenizer_and_processor
-from trinity.preprocess.media_kinds import LoadedProcessor
+from trinity.preprocess.media.media_kinds import LoadedProcessor
 from trinity.preprocess.processor import ProcessedRequest, RequestProcessor
-from trinity.preprocess.verdicts import MediaFacts, on_trial
 from trinity.request import Request
 
 

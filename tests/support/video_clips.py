@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from trinity.preprocess.clips import Clip
+from trinity.preprocess.media.clips import Clip
 from trinity.request import Media, Request, Sampling
 
 

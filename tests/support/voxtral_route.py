@@ -14,8 +14,8 @@ import torch
 
 from support.checkpoint_files import checkpoint
 from support.sounds import RATE
+from trinity.preprocess.checkpoint.verdicts import find_verdict
 from trinity.preprocess.processor import RequestProcessor
-from trinity.preprocess.verdicts import find_verdict
 from trinity.request import Request
 from trinity.stages.proof import prove
 from trinity.testing.oracle import OracleAnswer

@@ -319,7 +319,7 @@ def compare(served: list[int], wanted: list[int], apart: list[float]) -> str:
 
 def sweep_once(name: str, seed: int, tally: Tally, processes: bool) -> None:
     """Draw a checkpoint, chats and a pipeline of ``seed``; serve, compare, count."""
-    from trinity.preprocess.model_types import PROVEN
+    from trinity.preprocess.checkpoint.model_types import PROVEN
 
     rng, folder = random.Random(seed), Path(tempfile.mkdtemp(prefix="trinity-exact-"))
     try:

@@ -12,10 +12,10 @@ from trinity.costs.media_tokens import AUDIO, MeasuredClip
 from trinity.emulation.content import PLACEHOLDER, prompt_ids
 from trinity.emulation.model import EmulatedModel, EmulatedRequest
 from trinity.errors import BadMedia, ClosedError, ConfigError, RequestError, RequestTooLarge, own_errors
-from trinity.preprocess.generation_config import resolve_sampling
 from trinity.preprocess.media_limits import MediaLimits
 from trinity.preprocess.preparation_lanes import MOST_PREPARED_BYTES, SharedRoom
 from trinity.preprocess.processor import ProcessedRequest, RequestProcessor
+from trinity.preprocess.text.generation_config import resolve_sampling
 from trinity.request import Request, check_request
 from trinity.simulation.workload import HASH_TOKENS
 from trinity.traces.media import TraceAudio, TraceVideo

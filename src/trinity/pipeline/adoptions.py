@@ -17,8 +17,8 @@ from trinity.errors import ResumeError, TrinityError
 from trinity.pipeline.frontend_host import FrontendHost
 from trinity.pipeline.journal import RequestNote, decode_request
 from trinity.pipeline.stream import Stream
-from trinity.preprocess.detokenizer import TextStream
 from trinity.preprocess.processor import ProcessedRequest
+from trinity.preprocess.text.detokenizer import TextStream
 from trinity.remote.buddy import Buddy, JournalListener
 from trinity.remote.channel import Address
 from trinity.remote.supervisor import ProcessConfig

@@ -13,8 +13,8 @@ from trinity.core.messages import ENCODED, Failure, MediaSpan, ResolvedSampling
 from trinity.errors import ClosedError, RequestError
 from trinity.pipeline.chat import check_field_names
 from trinity.pipeline.stream import Stream, StreamHost
-from trinity.preprocess.detokenizer import TextStream
 from trinity.preprocess.processor import ProcessedRequest
+from trinity.preprocess.text.detokenizer import TextStream
 from trinity.request import Media, Request
 
 if TYPE_CHECKING:

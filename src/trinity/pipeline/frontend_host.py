@@ -26,10 +26,10 @@ from trinity.pipeline.moves import Moves
 from trinity.pipeline.request_map import ServeOne
 from trinity.pipeline.stream import Stream, make_late_failure, reduce_deadline
 from trinity.pipeline.transfer_ways import TransferWays
-from trinity.preprocess.detokenizer import TextStream
-from trinity.preprocess.grammars import TRIAL_PATIENCE_S
 from trinity.preprocess.preparation_lanes import run_beside_loop, takes_long
 from trinity.preprocess.processor import ProcessedRequest, RequestProcessor
+from trinity.preprocess.text.detokenizer import TextStream
+from trinity.preprocess.text.grammars import TRIAL_PATIENCE_S
 from trinity.remote.instance_client import InstanceClient
 from trinity.request import Output, Request, check_request
 from trinity.runtime.host import InstanceHandle

@@ -40,9 +40,9 @@ from trinity.pipeline.stream import Stream
 from trinity.pipeline.views import describe_pipeline, instance_table
 from trinity.placement import Placement
 from trinity.planner import Plan
-from trinity.preprocess.colours import Transparency
+from trinity.preprocess.checkpoint.own_processor import GivenProcessor, check_processor
+from trinity.preprocess.media.colours import Transparency
 from trinity.preprocess.media_limits import MediaLimits
-from trinity.preprocess.own_processor import GivenProcessor, check_processor
 from trinity.preprocess.processor import RequestProcessor
 from trinity.remote import attached_instances, supervisor
 from trinity.request import Output, Request

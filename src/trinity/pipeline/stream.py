@@ -19,8 +19,8 @@ from trinity.errors import ClosedError, RequestError, TrinityError, describe_err
 from trinity.errors.arguments import Positive, check_value
 from trinity.errors.live_objects import forbid_copies
 from trinity.metrics import SPANS
-from trinity.preprocess.detokenizer import TextStream
 from trinity.preprocess.processor import ProcessedRequest
+from trinity.preprocess.text.detokenizer import TextStream
 from trinity.request import Output, Request, Token
 
 DECODED_AT_ONCE = 64  # tokens of an output that nobody reads token by token: one look at a window for all of them

@@ -16,22 +16,22 @@ from typing import Any
 
 from trinity.errors import ConfigError, UnsupportedModel
 from trinity.errors.arguments import show
-from trinity.preprocess.checkpoint import read_config, read_json
-from trinity.preprocess.clip_windows import take_text_too
-from trinity.preprocess.colours import Transparency
-from trinity.preprocess.internvl_config import has_internvl_chat
-from trinity.preprocess.internvl_parts import PROCESSOR, make_internvl_processor
-from trinity.preprocess.libraries import explain_library
-from trinity.preprocess.media_kinds import LoadedProcessor, ModelFiles, Placeholder, kind_names, list_kinds
-from trinity.preprocess.media_markup import IMAGE_TEXT, VIDEO_TEXT, ImageText, VideoText
-from trinity.preprocess.model_files import check_files
-from trinity.preprocess.model_types import check_config, explain_how_to_add
-from trinity.preprocess.own_processor import GivenProcessor, adopt_processor, check_processor
-from trinity.preprocess.placeholder_runs import RunTokenizer
-from trinity.preprocess.processor_parts import load_media_parts, load_part
-from trinity.preprocess.processor_values import check_processor_values
-from trinity.preprocess.tokenizer_files import load_tokenizer
-from trinity.preprocess.verdicts import MediaFacts
+from trinity.preprocess.checkpoint.config_file import read_config, read_json
+from trinity.preprocess.checkpoint.internvl_config import has_internvl_chat
+from trinity.preprocess.checkpoint.internvl_parts import PROCESSOR, make_internvl_processor
+from trinity.preprocess.checkpoint.libraries import explain_library
+from trinity.preprocess.checkpoint.model_files import check_files
+from trinity.preprocess.checkpoint.model_types import check_config, explain_how_to_add
+from trinity.preprocess.checkpoint.own_processor import GivenProcessor, adopt_processor, check_processor
+from trinity.preprocess.checkpoint.processor_parts import load_media_parts, load_part
+from trinity.preprocess.checkpoint.processor_values import check_processor_values
+from trinity.preprocess.checkpoint.tokenizer_files import load_tokenizer
+from trinity.preprocess.checkpoint.verdicts import MediaFacts
+from trinity.preprocess.media.colours import Transparency
+from trinity.preprocess.media.media_kinds import LoadedProcessor, ModelFiles, Placeholder, kind_names, list_kinds
+from trinity.preprocess.media.media_markup import IMAGE_TEXT, VIDEO_TEXT, ImageText, VideoText
+from trinity.preprocess.media.placeholder_runs import RunTokenizer
+from trinity.preprocess.text.clip_windows import take_text_too
 
 _MOST_CACHED = 64  # texts whose tokenization is cached, each of the size of a prompt
 

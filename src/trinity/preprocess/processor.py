@@ -15,23 +15,18 @@ import msgspec
 
 from trinity.core.messages import MediaSpan, Work
 from trinity.errors import BadMedia, ClosedError, ConfigError, RequestError, RequestTooLarge, describe_error, own_errors
-from trinity.preprocess.audio_kind import mark_beside
-from trinity.preprocess.colours import Transparency
-from trinity.preprocess.content_parts import take_media
-from trinity.preprocess.frame_groups import cut_videos
-from trinity.preprocess.front_images import FrontReader
-from trinity.preprocess.generation_config import (
-    GenerationDefaults,
-    check_token_ids,
-    load_generation_defaults,
-    resolve_sampling,
-)
+from trinity.preprocess.checkpoint.own_processor import GivenProcessor
+from trinity.preprocess.fetch.url_fetch import UrlFetcher, is_url
 from trinity.preprocess.loader import load_tokenizer_and_processor
-from trinity.preprocess.media_admission import admit_media
-from trinity.preprocess.media_costs import MediaCost, Price, check_price, sum_prices
-from trinity.preprocess.media_kinds import MediaItem, PricedReader, add_salt, find_fetch_rules, list_kinds
+from trinity.preprocess.media.audio_kind import mark_beside
+from trinity.preprocess.media.colours import Transparency
+from trinity.preprocess.media.frame_groups import cut_videos
+from trinity.preprocess.media.front_images import FrontReader
+from trinity.preprocess.media.media_admission import admit_media
+from trinity.preprocess.media.media_costs import MediaCost, Price, check_price, sum_prices
+from trinity.preprocess.media.media_kinds import MediaItem, PricedReader, add_salt, find_fetch_rules, list_kinds
+from trinity.preprocess.media.strips import cut_items
 from trinity.preprocess.media_limits import MediaBudget, MediaLimits, MediaProblem, TooManyTokens, explain_length
-from trinity.preprocess.own_processor import GivenProcessor
 from trinity.preprocess.preparation_lanes import (
     MOST_PREPARED_BYTES,
     LaneVisit,
@@ -40,13 +35,18 @@ from trinity.preprocess.preparation_lanes import (
     run_beside_loop,
     takes_long,
 )
-from trinity.preprocess.prompt import PromptText, name_media, order_media
-from trinity.preprocess.prompt_problem import PromptProblem
-from trinity.preprocess.prompt_reader import PromptReader
-from trinity.preprocess.prompt_tokens import PromptTokenizer
-from trinity.preprocess.sampling_door import SamplingDoor
-from trinity.preprocess.strips import cut_items
-from trinity.preprocess.url_fetch import UrlFetcher, is_url
+from trinity.preprocess.text.content_parts import take_media
+from trinity.preprocess.text.generation_config import (
+    GenerationDefaults,
+    check_token_ids,
+    load_generation_defaults,
+    resolve_sampling,
+)
+from trinity.preprocess.text.prompt import PromptText, name_media, order_media
+from trinity.preprocess.text.prompt_problem import PromptProblem
+from trinity.preprocess.text.prompt_reader import PromptReader
+from trinity.preprocess.text.prompt_tokens import PromptTokenizer
+from trinity.preprocess.text.sampling_door import SamplingDoor
 from trinity.request import Media, Request, Sampling, check_request
 
 T = TypeVar("T")

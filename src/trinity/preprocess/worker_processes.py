@@ -24,9 +24,9 @@ import msgspec
 
 from trinity import errors
 from trinity.errors import ClosedError, ConfigError, RequestError
-from trinity.preprocess.colours import Transparency
+from trinity.preprocess.checkpoint.own_processor import GivenProcessor
+from trinity.preprocess.media.colours import Transparency
 from trinity.preprocess.media_limits import MediaBudget, MediaLimits, MediaProblem, TooManyTokens, advise_less
-from trinity.preprocess.own_processor import GivenProcessor
 from trinity.preprocess.preparation_lanes import LaneVisit, PreparationLane
 from trinity.preprocess.processor import ProcessedRequest, RequestProcessor
 from trinity.preprocess.worker import (

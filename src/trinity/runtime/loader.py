@@ -29,10 +29,10 @@ from trinity.instance import Instance
 from trinity.memory.cache_config import CacheConfig
 from trinity.memory.devices import ENCODE_BYTES, gpu_number, use_device
 from trinity.memory.freed_memory import release_freed_memory
-from trinity.preprocess.checkpoint import check_directory
-from trinity.preprocess.colours import Transparency
+from trinity.preprocess.checkpoint.config_file import check_directory
+from trinity.preprocess.checkpoint.own_processor import GivenProcessor
+from trinity.preprocess.media.colours import Transparency
 from trinity.preprocess.media_limits import MediaLimits
-from trinity.preprocess.own_processor import GivenProcessor
 from trinity.preprocess.processor import RequestProcessor
 from trinity.preprocess.worker_processes import KillableProcessor
 from trinity.runtime.host import InstanceHost, LoadedInstance, Network, build_instance

@@ -13,7 +13,7 @@ def import_model_classes(model: Path) -> None:
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
-    from trinity.preprocess.checkpoint import read_config
+    from trinity.preprocess.checkpoint.config_file import read_config
     from trinity.stages.models.partial_models import find_model_class
 
     config = read_config(model)

@@ -15,8 +15,8 @@ import msgspec
 
 from trinity.errors import RequestError
 from trinity.pipeline import Pipeline
-from trinity.preprocess.content_parts import take_media
-from trinity.preprocess.prompt_problem import PromptProblem
+from trinity.preprocess.text.content_parts import take_media
+from trinity.preprocess.text.prompt_problem import PromptProblem
 from trinity.request import Request
 from trinity.server.error_table import ApiError
 from trinity.server.fields import make_request, new_id, read_fields, refuse_fields

@@ -22,7 +22,7 @@ from trinity.core.logits_processors import LogitsProcessor, find_logits_processo
 from trinity.core.messages import Work
 from trinity.errors import ConfigError, RequestError, StageError, describe_error
 from trinity.errors.arguments import show
-from trinity.preprocess.grammars import (
+from trinity.preprocess.text.grammars import (
     GRAMMAR_KINDS,
     GrammarCompiler,
     compiler_of,

@@ -10,7 +10,7 @@ import torch
 
 from trinity.core.messages import Open, Sampled
 from trinity.errors import StageError
-from trinity.preprocess.media_kinds import kind_names
+from trinity.preprocess.media.media_kinds import kind_names
 from trinity.stages.batch import Decodes
 from trinity.stages.block_tables import BlockTables
 from trinity.stages.device_texts import DeviceTexts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from trinity.preprocess.video_processors import find_images
+from trinity.preprocess.checkpoint.video_processors import find_images
 from trinity.testing.checkpoints_recipes import (
     TEXT_CONFIG,
     VISION_CONFIG,

@@ -19,10 +19,10 @@ from typing import Any
 import msgspec
 import torch
 
-from trinity.preprocess.audio_kind import find_extractor
-from trinity.preprocess.clips import Clip
 from trinity.preprocess.loader import load_processor, load_tokenizer_and_processor
-from trinity.preprocess.prompt import split_at_markers
+from trinity.preprocess.media.audio_kind import find_extractor
+from trinity.preprocess.media.clips import Clip
+from trinity.preprocess.text.prompt import split_at_markers
 from trinity.request import Request, Sampling
 
 

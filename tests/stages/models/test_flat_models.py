@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from support.checkpoint_files import checkpoint
-from trinity.preprocess.verdicts import MediaFacts
+from trinity.preprocess.checkpoint.verdicts import MediaFacts
 from trinity.stages.models.banned_logits import BANNED, set_aside
 from trinity.stages.models.checks import _row_errors
 from trinity.stages.models.generic import FORWARD, GenericAdapter

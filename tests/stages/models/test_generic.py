@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from transformers import LlamaConfig
 
-from trinity.preprocess.verdicts import MEDIA, MediaFacts
+from trinity.preprocess.checkpoint.verdicts import MEDIA, MediaFacts
 from trinity.stages.batch import Chunk, Decodes, build_batch
 from trinity.stages.models.generic import GenericAdapter
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from support.checkpoint_files import checkpoint
-from trinity.preprocess.checkpoint import read_config
-from trinity.preprocess.verdicts import MediaFacts
+from trinity.preprocess.checkpoint.config_file import read_config
+from trinity.preprocess.checkpoint.verdicts import MediaFacts
 from trinity.stages.models.base import find_head
 from trinity.stages.models.generic import GenericAdapter
 from trinity.stages.models.partial_models import find_model_class, make_partial_class

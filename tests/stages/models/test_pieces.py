@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from support.checkpoint_files import checkpoint
 from support.stage_driver import picture, processor_of
 from trinity.memory.devices import ENCODE_BYTES
-from trinity.preprocess.checkpoint import read_config
+from trinity.preprocess.checkpoint.config_file import read_config
 from trinity.request import Request
 from trinity.stages.models import load_model, loaded_model
 from trinity.stages.models.loaded_model import UNKNOWN_VALUE_BYTES, LoadedModel, count_value_bytes, split_items

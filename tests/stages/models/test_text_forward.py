@@ -14,7 +14,7 @@ from transformers.models.gemma3n.modeling_gemma3n import Gemma3nTextModel
 
 from support.checkpoint_files import checkpoint
 from trinity.errors import UnsupportedModel
-from trinity.preprocess.verdicts import MediaFacts
+from trinity.preprocess.checkpoint.verdicts import MediaFacts
 from trinity.stages.models import LoadedModel, load_model
 from trinity.stages.models.checks import self_check, set_attention
 from trinity.stages.models.generic import GenericAdapter

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from support.checkpoint_files import checkpoint
 from trinity.errors import ConfigError
-from trinity.preprocess.checkpoint import read_config
+from trinity.preprocess.checkpoint.config_file import read_config
 from trinity.stages.models import load_model
 from trinity.stages.models.registry import find_adapter
 from trinity.stages.models.unneeded_weights import list_needed, list_needed_by_encoder

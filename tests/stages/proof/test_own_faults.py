@@ -18,8 +18,8 @@ from support.checkpoint_files import checkpoint
 from support.text_models import build
 from trinity import commands
 from trinity.errors import UnsupportedModel
+from trinity.preprocess.checkpoint.verdicts import require_facts
 from trinity.preprocess.processor import RequestProcessor
-from trinity.preprocess.verdicts import require_facts
 from trinity.stages.models import checks, load_model
 from trinity.stages.models.own_faults import explain_no_numbers
 from trinity.stages.proof import prove

@@ -15,8 +15,8 @@ from torch import Tensor
 from support.checkpoint_files import checkpoint
 from trinity.core.messages import MediaSpan
 from trinity.errors import RequestError
+from trinity.preprocess.checkpoint.verdicts import MediaFacts, ProofVerdict, find_verdict
 from trinity.preprocess.processor import RequestProcessor
-from trinity.preprocess.verdicts import MediaFacts, ProofVerdict, find_verdict
 from trinity.request import Request
 from trinity.stages.models.base import MediaInputs, RotaryPositions
 from trinity.stages.models.generic import GenericAdapter

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from support.checkpoint_files import checkpoint
-from trinity.preprocess.checkpoint import read_config
-from trinity.preprocess.clip_windows import ClipWindows
-from trinity.preprocess.model_types import check_config
-from trinity.preprocess.verdicts import MediaFacts, ProofPart, ProofVerdict, find_verdict
+from trinity.preprocess.checkpoint.config_file import read_config
+from trinity.preprocess.checkpoint.model_types import check_config
+from trinity.preprocess.checkpoint.verdicts import MediaFacts, ProofPart, ProofVerdict, find_verdict
+from trinity.preprocess.text.clip_windows import ClipWindows
 from trinity.stages.models.base import MediaInputs
 from trinity.stages.models.generic import GenericAdapter
 from trinity.stages.proof import prove

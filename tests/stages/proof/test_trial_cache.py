@@ -12,8 +12,8 @@ from transformers import GenerationMixin
 
 from support.checkpoint_files import checkpoint
 from trinity.core.messages import Step
+from trinity.preprocess.checkpoint.verdicts import MediaFacts
 from trinity.preprocess.processor import RequestProcessor
-from trinity.preprocess.verdicts import MediaFacts
 from trinity.stages.encode import EncodeStage
 from trinity.stages.language import LanguageStage
 from trinity.stages.models.generic import GenericAdapter

@@ -18,8 +18,8 @@ from support.any_model.media_sizes import TypeSizes, shrink_config, small_images
 from support.any_model.media_types import OWN_SIZES
 from support.any_model.tekken import make_tekken_tokenizer, write_extractor
 from trinity.errors import UnsupportedModel
+from trinity.preprocess.checkpoint.video_processors import find_images
 from trinity.preprocess.loader import find_processor_class, load_processor
-from trinity.preprocess.video_processors import find_images
 from trinity.testing.checkpoints import _no_progress_bar, _recipe, _scale_weights, _silence, write_checkpoint
 from trinity.testing.checkpoints_recipes import Recipe
 from trinity.testing.checkpoints_text import CHATML, build_tokenizer, chat_template

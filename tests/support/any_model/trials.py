@@ -16,9 +16,9 @@ from support.any_model.media_checkpoint import (
 )
 from support.any_model.text_checkpoint import build_any_text, list_causal_types
 from trinity.errors import UnsupportedModel
-from trinity.preprocess.checkpoint import read_config
-from trinity.preprocess.media_kinds import kind_names
-from trinity.preprocess.model_types import PROVEN, refuse_stream
+from trinity.preprocess.checkpoint.config_file import read_config
+from trinity.preprocess.checkpoint.model_types import PROVEN, refuse_stream
+from trinity.preprocess.media.media_kinds import kind_names
 from trinity.testing.checkpoints import build_checkpoint
 
 LISTED, CHECKED, NOT_SERVED = "serves, listed", "serves by self-check", "refused"

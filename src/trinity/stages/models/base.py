@@ -19,7 +19,7 @@ from torch import Tensor
 
 from trinity.core.messages import MediaSpan
 from trinity.errors import StageError, UnsupportedModel
-from trinity.preprocess.media_kinds import kind_names
+from trinity.preprocess.media.media_kinds import kind_names
 from trinity.stages.attention.kv_rows import KvRow
 from trinity.stages.attention.latent import find_index_width, find_latent_width
 

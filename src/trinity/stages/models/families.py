@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from trinity.errors import StageError
-from trinity.preprocess.strips import GRID_CROP
+from trinity.preprocess.media.strips import GRID_CROP
 from trinity.stages.models.base import MediaInputs, ModelAdapter, group_alike, join_inputs
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from trinity.core.messages import MediaSpan
-from trinity.preprocess.verdicts import MEDIA, MediaFacts
+from trinity.preprocess.checkpoint.verdicts import MEDIA, MediaFacts
 from trinity.stages.attention.interface import CAUSAL_LAYER
 from trinity.stages.models.base import (
     MediaInputs,

@@ -17,8 +17,8 @@ from trinity.errors import ConfigError, UnsupportedModel
 from trinity.memory.shared_regions import can_share, open_region
 from trinity.memory.weight_digests import LoadedFiles, are_only_touched, identify_files, sample_digest
 from trinity.memory.weight_shelf import Turn, take_turn
-from trinity.preprocess.checkpoint import read_config
-from trinity.preprocess.libraries import explain_library
+from trinity.preprocess.checkpoint.config_file import read_config
+from trinity.preprocess.checkpoint.libraries import explain_library
 from trinity.stages.attention.interface import PAGED_ATTENTION, register_attention
 from trinity.stages.attention.kv_rows import KvRow
 from trinity.stages.attention.latent import watch_expansions

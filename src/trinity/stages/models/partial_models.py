@@ -9,7 +9,7 @@ import torch
 
 from trinity.errors import UnsupportedModel
 from trinity.errors.internvl_chat import ARCHITECTURE
-from trinity.preprocess.checkpoint import check_elements
+from trinity.preprocess.checkpoint.config_file import check_elements
 from trinity.stages.models.base import ModelAdapter, find_head
 from trinity.stages.models.internvl_weights import find_chat_class
 from trinity.stages.models.own_modules import own_modules

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from trinity.errors import ConfigError, UnsupportedModel, describe_error
 from trinity.memory.weight_digests import list_weight_files
-from trinity.preprocess.checkpoint import list_sizes
+from trinity.preprocess.checkpoint.config_file import list_sizes
 from trinity.stages.kernels.swaps import is_altered
 
 COMPRESSED, MXFP4, BITSANDBYTES = "compressed-tensors", "mxfp4", "bitsandbytes"

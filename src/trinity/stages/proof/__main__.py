@@ -10,7 +10,7 @@ import msgspec
 
 from trinity.errors import TrinityError
 from trinity.errors.parent_process import die_with_parent
-from trinity.preprocess.verdicts import NOT_LOADED
+from trinity.preprocess.checkpoint.verdicts import NOT_LOADED
 from trinity.stages.proof.prove import prove
 
 

@@ -18,10 +18,10 @@ from pathlib import Path
 
 from trinity.errors import ConfigError, TrinityError, UnsupportedModel, describe_error
 from trinity.memory import weight_check
-from trinity.preprocess.checkpoint import read_config
-from trinity.preprocess.model_types import is_multimodal
+from trinity.preprocess.checkpoint.config_file import read_config
+from trinity.preprocess.checkpoint.model_types import is_multimodal
+from trinity.preprocess.checkpoint.verdicts import ProofPart, ProofVerdict
 from trinity.preprocess.processor import RequestProcessor
-from trinity.preprocess.verdicts import ProofPart, ProofVerdict
 from trinity.stages.models.quantization import read_quantization
 
 _WIDTH = 14

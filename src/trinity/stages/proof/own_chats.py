@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trinity.errors import UnsupportedModel
-from trinity.preprocess.libraries import how_to_install
+from trinity.preprocess.checkpoint.libraries import how_to_install
 from trinity.stages.proof.prompts import ProofPrompt
 
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from trinity.errors import TrinityError
-from trinity.preprocess.checkpoint import read_config
-from trinity.preprocess.verdicts import MediaFacts, ProofPart, ProofVerdict, keep_verdict
+from trinity.preprocess.checkpoint.config_file import read_config
+from trinity.preprocess.checkpoint.verdicts import MediaFacts, ProofPart, ProofVerdict, keep_verdict
 from trinity.stages.models.generic import FEATURE_WAYS, GenericAdapter
 from trinity.stages.models.own_draws import own_draws
 from trinity.stages.proof.prompts import (

@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 import torch
 
-from trinity.preprocess.audio_kind import find_extractor
-from trinity.preprocess.verdicts import MediaFacts, ProofPart
+from trinity.preprocess.checkpoint.verdicts import MediaFacts, ProofPart
+from trinity.preprocess.media.audio_kind import find_extractor
 from trinity.stages.proof.prompts import ProofPrompt, image_and_clip, one_clip, two_clips
 from trinity.stages.proof.prove import (
     LEAST_CHANGE,

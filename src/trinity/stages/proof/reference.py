@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trinity.preprocess.clip_windows import ClipWindows
+from trinity.preprocess.checkpoint.tokenizer_files import load_tokenizer
 from trinity.preprocess.loader import load_processor
-from trinity.preprocess.tokenizer_files import load_tokenizer
+from trinity.preprocess.text.clip_windows import ClipWindows
 from trinity.stages.proof.own_chats import load_own_chats, make_own_inputs
 from trinity.stages.proof.prompts import ProofPrompt, one_image
 

@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trinity.preprocess.audio_kind import find_extractor
-from trinity.preprocess.checkpoint import read_config
-from trinity.preprocess.libraries import explain_library
-from trinity.preprocess.media_kinds import kind_names
-from trinity.preprocess.media_markup import VIDEO_TEXT
-from trinity.preprocess.verdicts import MEDIA, MediaFacts
+from trinity.preprocess.checkpoint.config_file import read_config
+from trinity.preprocess.checkpoint.libraries import explain_library
+from trinity.preprocess.checkpoint.verdicts import MEDIA, MediaFacts
+from trinity.preprocess.media.audio_kind import find_extractor
+from trinity.preprocess.media.media_kinds import kind_names
+from trinity.preprocess.media.media_markup import VIDEO_TEXT
 from trinity.stages.models.banned_logits import set_aside
 from trinity.stages.models.base import HEAD_FIELDS, ModelAdapter, find_head
 from trinity.stages.models.generic import FORWARD, below_head, find_text

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from trinity.core.messages import Encode, Open, Prefill, Step, Work
 from trinity.memory.block_memory import BlockMemory
-from trinity.preprocess.media_kinds import kind_names
+from trinity.preprocess.checkpoint.verdicts import MediaFacts
+from trinity.preprocess.media.media_kinds import kind_names
 from trinity.preprocess.processor import ProcessedRequest, RequestProcessor
-from trinity.preprocess.verdicts import MediaFacts
 from trinity.stages.attention.interface import PAGED_ATTENTION, register_attention
 from trinity.stages.attention.latent import watch_expansions
 from trinity.stages.attention.row_counts import answer_counts

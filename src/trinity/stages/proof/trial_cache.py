@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 
 from trinity.memory.block_memory import BlockMemory
+from trinity.preprocess.checkpoint.verdicts import MediaFacts, on_trial
 from trinity.preprocess.processor import ProcessedRequest, RequestProcessor
 from trinity.preprocess.proof_requests import process_prompt
-from trinity.preprocess.verdicts import MediaFacts, on_trial
 from trinity.stages.proof.prompts import ProofPrompt
 from trinity.stages.proof.reference import PROOF_OUTPUTS, raw_text
 
