@@ -21,6 +21,7 @@ from trinity.stages.attention import backends, choice, measurement
 from trinity.stages.attention.backends import (
     BACKENDS,
     BackendSpec,
+    PerStepAttention,
     choose_backends,
     make_backend,
     pick_backend,
@@ -38,7 +39,6 @@ from trinity.stages.attention.choice import (
 )
 from trinity.stages.attention.interface import AttentionParams, PagedRows
 from trinity.stages.attention.native import NativeAttention
-from trinity.stages.attention.per_step import PerStepAttention
 from trinity.stages.attention.torch_reference import TorchAttention
 
 CPU = torch.device("cpu")

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from support.attention_scenes import LAYER, Scene, Text
 from trinity.stages.attention import measurement
+from trinity.stages.attention.backends import PerStepAttention
 from trinity.stages.attention.interface import AttentionParams, PagedRows, as_split_attention
-from trinity.stages.attention.per_step import PerStepAttention
 from trinity.stages.attention.torch_reference import TorchAttention
 
 CPU = torch.device("cpu")

@@ -14,9 +14,9 @@ if not torch.cuda.is_available():
 pytest.importorskip("triton", reason="triton is not installed: pip install triton")
 
 from support.attention_scenes import LAYER, LAYERS, Scene, Text
+from trinity.stages.attention.backends import PerStepAttention
 from trinity.stages.attention.interface import AttentionParams, PagedRows
 from trinity.stages.attention.library import LibraryAttention
-from trinity.stages.attention.per_step import PerStepAttention
 from trinity.stages.attention.probe import find_fault
 from trinity.stages.attention.torch_reference import TorchAttention
 from trinity.stages.attention.triton import TritonAttention, make_slots_wave

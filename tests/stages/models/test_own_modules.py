@@ -20,7 +20,7 @@ from trinity.stages.kernels.encoder_elementwise import _TableActivation, has_enc
 from trinity.stages.kernels.swaps import without_swaps
 from trinity.stages.models import load_model, loader
 from trinity.stages.models.float32_forward import in_float32
-from trinity.stages.models.own_modules import own_modules
+from trinity.stages.models.partial_models import own_modules
 from trinity.stages.proof import prove
 
 DTYPES = (torch.bfloat16, torch.float32)

@@ -17,8 +17,7 @@ from trinity.errors import UnsupportedModel
 from trinity.preprocess.checkpoint.verdicts import MediaFacts
 from trinity.stages.models import LoadedModel, load_model
 from trinity.stages.models.checks import self_check, set_attention
-from trinity.stages.models.generic import GenericAdapter
-from trinity.stages.models.text_forward import TextBelowHead, runs_on_text
+from trinity.stages.models.generic import GenericAdapter, TextBelowHead, runs_on_text
 from trinity.stages.proof.prove import prove
 
 NAME = "gemma4"  # a soft cap at its head, and embeddings for each layer

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from trinity.errors import ConfigError, UnknownName, pip_install
 from trinity.memory import native
@@ -24,9 +24,10 @@ from trinity.stages.attention.choice import CacheKind
 
 if TYPE_CHECKING:
     import torch
+    from torch import Tensor
 
     from trinity.stages.attention.choice import StepChoice
-    from trinity.stages.attention.interface import AttentionBackend
+    from trinity.stages.attention.interface import AttentionBackend, AttentionParams, PagedRows
     from trinity.stages.attention.measurement import CaseTimes
 
 logger = logging.getLogger("trinity")
@@ -75,7 +76,6 @@ def make_backend(
     made = {each: BACKENDS[each].make(kind) for each in {chosen.decodes, chosen.chunks}}
     if len(made) == 1:
         return made[chosen.decodes]
-    from trinity.stages.attention.per_step import PerStepAttention
 
     return PerStepAttention(made[chosen.decodes], made[chosen.chunks])
 
@@ -326,3 +326,42 @@ BACKENDS = {  # in order of preference, where nothing is measured or two are as 
     "torch": BackendSpec(lambda kind: None, _make_torch),
 }
 _known: dict[tuple[object, ...], StepChoice] = {}  # of this process, by kind of cache and candidates
+
+
+class PerStepAttention:
+    """``AttentionBackend`` of two that can both write and read: ``decodes`` and, for batches with chunks, ``chunks``.
+
+    Both read and write the same cache, so a request passes from one to the other as it begins to decode. Chunks of a
+    recording (``ChunkSlots``), which are few, are for the backend of decodes.
+    """
+
+    def __init__(self, decodes: Any, chunks: Any) -> None:
+        self._decodes, self._chunks = decodes, chunks
+        self.supports_graphs: bool = getattr(decodes, "supports_graphs", False)
+        self.supports_chunk_slots: bool = getattr(decodes, "supports_chunk_slots", False)
+        self.reads_chunks: bool = all(getattr(each, "reads_chunks", False) for each in (decodes, chunks))
+
+    def attend(
+        self, rows: PagedRows, cache: Tensor, qkv: tuple[Tensor, Tensor, Tensor], params: AttentionParams
+    ) -> Tensor:
+        """See ``AttentionBackend.attend``."""
+        seen: Tensor = self._of(rows).attend(rows, cache, qkv, params)
+        return seen
+
+    def write(self, rows: PagedRows, cache: Tensor, key: Tensor, value: Tensor, layer: int) -> None:
+        """See ``SplitAttention.write``."""
+        self._of(rows).write(rows, cache, key, value, layer)
+
+    def read(self, rows: PagedRows, cache: Tensor, query: Tensor, params: AttentionParams) -> Tensor:
+        """See ``SplitAttention.read``."""
+        seen: Tensor = self._of(rows).read(rows, cache, query, params)
+        return seen
+
+    def warm_up(self, cache: Tensor, chunks: bool, groups: bool) -> None:
+        """Warm up both; see ``TritonAttention.warm_up``."""
+        for backend, many in ((self._decodes, False), (self._chunks, chunks)):
+            if hasattr(backend, "warm_up"):
+                backend.warm_up(cache, many, groups and many)
+
+    def _of(self, rows: PagedRows) -> Any:
+        return self._chunks if rows.chunks else self._decodes

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -23,7 +25,6 @@ from trinity.stages.models.base import (
     scale_logits,
 )
 from trinity.stages.models.own_forward import forward_features, forward_logits
-from trinity.stages.models.text_forward import TextBelowHead, runs_on_text
 
 FORWARD = "forward"  # of ``MediaFacts``: by the model's own
 FEATURE_WAYS = ("getter", FORWARD)  # the usual one first
@@ -208,3 +209,29 @@ def below_head(text: Any) -> Any:
     if text.base_model is not text:
         return text.base_model
     return next(child for child in text.children() if hasattr(child, "get_input_embeddings"))  # Llama 4 names no base
+
+
+@torch.inference_mode()
+def runs_on_text(model: Any) -> bool:
+    """Tell if a model's forward takes text where its encoders are not loaded: Gemma 3n's looks into theirs."""
+    try:
+        model(input_ids=torch.zeros((1, 1), dtype=torch.int64, device=model.device), use_cache=False)
+    except AttributeError:
+        return False
+    return True
+
+
+@dataclass(frozen=True)
+class TextBelowHead:
+    """A text model's own forward from token ids, with the head of the model that it is a part of."""
+
+    text: Any
+    head: Callable[[Tensor], Tensor]
+
+    def get_input_embeddings(self) -> Any:
+        return self.text.get_input_embeddings()
+
+    def __call__(self, **given: Any) -> Any:
+        """Compute logits [sequences, tokens, vocabulary] of ``input_ids``."""
+        found = self.text(**given)
+        return SimpleNamespace(logits=self.head(found[0]), past_key_values=getattr(found, "past_key_values", None))

@@ -9,9 +9,18 @@ from typing import Any
 from trinity.errors import UnsupportedModel
 from trinity.preprocess.checkpoint import model_types
 from trinity.preprocess.checkpoint.model_types import ENTRY_POINTS, PROVEN
-from trinity.stages.models.audio_families import Qwen2Audio, QwenOmniThinker
 from trinity.stages.models.base import ModelAdapter
-from trinity.stages.models.families import Gemma3, Idefics, Llava, LlavaOneVision, MiniCPM, TiledLlava, VideoLlama3
+from trinity.stages.models.families import (
+    Gemma3,
+    Idefics,
+    Llava,
+    LlavaOneVision,
+    MiniCPM,
+    Qwen2Audio,
+    QwenOmniThinker,
+    TiledLlava,
+    VideoLlama3,
+)
 from trinity.stages.models.generic import GenericAdapter
 
 HOW_TO_ADD = (
