@@ -45,13 +45,13 @@ class GraphRecorder(Protocol):
 
 
 class CudaRecorder:
-    """``GraphRecorder`` by CUDA graphs that share one memory pool; records only while ``spare`` bytes are free.
+    """``GraphRecorder`` by CUDA graphs that share one memory pool; records only while RESERVED_BYTES are free.
 
     Other threads may use the GPU meanwhile: only this thread's calls are checked. They record one after the other.
     """
 
-    def __init__(self, device: torch.device, spare: int = RESERVED_BYTES) -> None:
-        self._device, self._spare = device, spare
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._failed: list[Any] = []
         self._stream, self._pool = self._begin_anew()
 
@@ -59,7 +59,8 @@ class CudaRecorder:
         if len(self._failed) >= MOST_FAILED_CAPTURES:
             return False
         free, _ = torch.cuda.mem_get_info(self._device)
-        return free + torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device) > self._spare
+        free += torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+        return free > RESERVED_BYTES
 
     def record(self, run: Callable[[], Tensors], restore: Restore) -> tuple[Callable[[], None], Tensors]:
         """See ``GraphRecorder.record``. After a capture that fails this thread is on its own stream as before."""

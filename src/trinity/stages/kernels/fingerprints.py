@@ -27,13 +27,13 @@ _IGNORED_FIELDS = {"annotation", "returns", "type_comment", "type_params", "kind
 _OUTSIDE = ("torch", "builtins", "typing", "collections", "functools", "math", "contextlib")
 
 
-def fingerprint_class(kind: type[Any], method: str = "forward") -> str | None:
-    """Fingerprint ``method`` of ``kind``, with all that runs when an instance is called; None if it has none.
+def fingerprint_class(kind: type[Any]) -> str | None:
+    """Fingerprint ``forward`` of ``kind``, with all that runs when an instance is called; None if it has none.
 
     The class's name does not count: two classes of equal source have equal fingerprints.
     """
     reading = _Reading(kind)
-    for name in (method, *_CALLS):
+    for name in ("forward", *_CALLS):
         reading.read_member(name)
     return reading.digest()
 
