@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from support.checkpoint_files import checkpoint
+from support.paths import PYTHON_PATH
 from support.sounds import clip
 from support.ultravox import TOKEN, UltravoxProcessor, build_ultravox
 from trinity.errors import ConfigError, UnsupportedModel
@@ -80,9 +81,10 @@ def parts(directory: Path) -> dict[str, Any]:
     return {"feature_extractor": loaded.feature_extractor, "tokenizer": loaded.tokenizer}
 
 
-def test_it_goes_to_processes_too(ultravox: Path) -> None:
+def test_it_goes_to_processes_too(ultravox: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from trinity.preprocess.worker_processes import KillableProcessor
 
+    monkeypatch.setenv("PYTHONPATH", PYTHON_PATH)  # of a process that imports the processor's class by its name
     limits = MediaLimits(processes=1)
     own = UltravoxProcessor.load(ultravox)
     own.later = lambda: None  # type: ignore[attr-defined]
