@@ -82,3 +82,58 @@ def test_the_changed_line_of_a_mutant() -> None:
     diff = "# name: survived\n--- a.py\n+++ a.py\n@@ -1,3 +1,3 @@\n same\n-    old(1)\n+    new(2)\n same\n"
     assert mutants.changed_line(diff) == "new(2)"
     assert mutants.changed_line(diff.replace("+    new(2)\n", "")) == "without old(1)"
+
+
+def test_a_share_that_is_recorded_needs_no_reasons_but_must_not_fall() -> None:
+    found = {f"trinity.core.frontend.x_f__mutmut_{number}": "killed" for number in range(80)}
+    found |= {f"trinity.core.frontend.x_f__mutmut_{number}": "survived" for number in range(80, 100)}
+    found["trinity.core.turns.x_f__mutmut_1"] = "killed"
+    lines, good = mutants.report(found, {}, [], [mutants.Share("core.frontend*", 330, 400)])
+    assert good, "82.5 % of 400 and 80 % of 100 differ by less than chance"
+    assert lines[-1] == "core.frontend*: 80.0 % are killed, 82.5 % before"
+    lines, good = mutants.report(found, {}, [], [mutants.Share("core.frontend*", 380, 400)])
+    assert not good
+    assert lines[-1] == "core.frontend*: 80.0 % are killed, 95.0 % before: that is less"
+    found["trinity.core.turns.x_f__mutmut_1"] = "survived"
+    diffs = {"trinity.core.turns.x_f__mutmut_1": "return 2"}
+    lines, good = mutants.report(found, diffs, [], [mutants.Share("core.frontend*", 330, 400)])
+    assert not good, "others need a reason and nine killed of ten, as before"
+    assert lines[-1] == "fewer than 90 % are killed"
+
+
+def test_shares_are_read_from_the_document() -> None:
+    text = "| of | killed |\n|---|---|\n| `core.frontend*` | 352/400 | 88.0 % |\n| `remote.*` | 9/10 |\n| a | 1/2 |\n"
+    assert mutants.shares(text) == [mutants.Share("core.frontend*", 352, 400), mutants.Share("remote.*", 9, 10)]
+
+
+def test_a_part_of_the_mutants_says_nothing_of_other_reasons() -> None:
+    found = {"trinity.core.block_pool.x_f__mutmut_1": "killed"}
+    lines, good = mutants.report(found, {}, [mutants.Reason("core.steps.f", "a")], whole=False)
+    assert good
+    assert len(lines) == 2
+
+
+def test_a_draw_is_the_same_each_time_and_after_functions_have_moved() -> None:
+    names = [
+        name
+        for number in range(1, 300)
+        for name in (f"trinity.core.a.xǁOldǁ_start__mutmut_{number}", f"trinity.core.a.x_end__mutmut_{number}")
+    ]
+    drawn = mutants.draw(names, ["*=100"], 36)
+    assert len(drawn) == len(set(drawn)) == 100
+    assert mutants.draw(reversed(names), ["*=100"], 36) == drawn
+    assert mutants.draw(names, ["*=100"], 37) != drawn
+    assert mutants.draw(names, ["*=40"], 36) == drawn[:40], "a smaller one is its beginning"
+    assert 30 < sum("_start" in name for name in drawn) < 70
+    moved = mutants.draw([name.replace("a.xǁOldǁ", "b.xǁNewǁ") for name in names], ["*=100"], 36)
+    assert {mutants.pretty(name).rpartition(".")[2] for name in moved} == {
+        mutants.pretty(name).rpartition(".")[2] for name in drawn
+    }
+    assert set(mutants.draw(names[:9], ["*=100"], 36)) == set(names[:9]), "fewer than asked for are all drawn"
+    of_two = mutants.draw(names, ["*_start*=10", "*x_end*=20"], 36)
+    assert (sum("_start" in name for name in of_two), len(of_two)) == (10, 30)
+
+
+def test_mutants_that_were_not_run_can_be_drawn() -> None:
+    assert len(mutants.unchecked(RESULTS)) == 6
+    assert mutants.unchecked(RESULTS)[4] == "trinity.core.block_pool.x_media_keys__mutmut_3"
