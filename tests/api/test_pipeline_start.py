@@ -37,11 +37,11 @@ def assert_closed(pipe: Pipeline) -> None:
     assert pipe._closing.done()
     for host in pipe.hosts.values():
         assert not host._thread.thread.is_alive()
-    if pipe._processes is not None:
-        phases = {member.phase for member in pipe._processes.core.members.values()}
+    if pipe._served.supervisor is not None:
+        phases = {member.phase for member in pipe._served.supervisor.core.members.values()}
         assert phases <= {LifePhase.CLOSED}, phases
-        assert pipe._processes.forks.opening is None
-        assert not Path(pipe._processes._folder.path).exists()
+        assert pipe._served.supervisor.forks.opening is None
+        assert not Path(pipe._served.supervisor._folder.path).exists()
 
 
 async def turns(count: int) -> None:

@@ -135,7 +135,7 @@ def test_a_plans_spread_is_served_unless_the_user_has_another(
 ) -> None:
     pipe = Pipeline(QUICK, planned("2E1PD", settings=settings), **given)
     assert pipe._frontend.core.spread == spread
-    assert pipe._processing[2] == spread, "strips of an image, too"
+    assert pipe._make_processor.keywords["strips"] == spread, "strips of an image, too"
 
 
 def test_a_setting_of_another_version_is_not_left_out_in_silence() -> None:

@@ -11,7 +11,7 @@ import pytest
 from trinity.core.role_changes import RoleChange, Switch, order_changes
 from trinity.errors import PlacementError
 from trinity.instance import Instance, list_instances
-from trinity.pipeline.switch_order import check_added, describe_instances, switch_instances
+from trinity.pipeline.placement_changes import check_added, describe_instances, switch_instances
 from trinity.placement import Placement
 
 ROLES = ["E", "P", "D", "EP", "ED", "PD", "EPD"]

@@ -154,8 +154,8 @@ async def test_a_kill_while_one_is_added(phase: str, whom: str) -> None:
 
 def strike(pipe: Pipeline, name: str) -> None:
     """Kill a process of this name, also one that is not up yet."""
-    assert pipe._processes is not None
-    for client in list(pipe._processes._lives.values()):
+    assert pipe._served.supervisor is not None
+    for client in list(pipe._served.supervisor._lives.values()):
         if client.name == name and client.process:
             with suppress(ProcessLookupError):
                 os.kill(client.process, signal.SIGKILL)

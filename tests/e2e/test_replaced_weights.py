@@ -93,9 +93,9 @@ async def serving(model: Path, placement: Any, hosting: str = "process", **named
 
 async def until_digest_known(pipe: Pipeline) -> None:
     """Until an instance has read every byte of its weights."""
-    assert pipe._processes is not None
+    assert pipe._served.supervisor is not None
     async with asyncio.timeout(LIVENESS_S):
-        while (served := pipe._processes._weights.served) is None or not served.weights:
+        while (served := pipe._served.supervisor._weights.served) is None or not served.weights:
             await asyncio.sleep(0.01)
 
 

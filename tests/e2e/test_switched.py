@@ -254,11 +254,11 @@ async def test_a_switch_that_is_cancelled_leaves_all_as_it_was(hosting: str) -> 
 
 async def test_a_switch_that_is_cancelled_while_its_next_life_loads_ends_that() -> None:
     async with emulated("1E1P2D") as pipe:
-        assert pipe._processes is not None
-        member = pipe._processes.core.members["D1"]
+        assert pipe._served.supervisor is not None
+        member = pipe._served.supervisor.core.members["D1"]
         switching = asyncio.ensure_future(pipe.switch("D1", "E"))
         async with asyncio.timeout(LIVENESS_S):
-            while member.next is None or not (client := pipe._processes._lives["D1", 1]).process:
+            while member.next is None or not (client := pipe._served.supervisor._lives["D1", 1]).process:
                 await asyncio.sleep(0)
         switching.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -268,7 +268,7 @@ async def test_a_switch_that_is_cancelled_while_its_next_life_loads_ends_that() 
             while member.dismissed or not process.has_ended():
                 await asyncio.sleep(0.005)
         assert (pipe.health["D1"].state, pipe.health["D1"].epoch, str(pipe.placement)) == ("up", 0, "1E1P2D")
-        assert ("D1", 1) not in pipe._processes._lives
+        assert ("D1", 1) not in pipe._served.supervisor._lives
         await asyncio.wait_for(pipe.switch("D1", "E"), LIVENESS_S)
         assert str(pipe.placement) == "2E1P1D"
 

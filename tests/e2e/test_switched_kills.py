@@ -56,11 +56,11 @@ async def test_a_kill_in_each_phase_of_a_switch(phase: str, victim: str, connect
         emulated("1E2P2D", connector=connector) as pipe,
         asking(pipe, MIXED) as ended,
     ):
-        assert pipe._processes is not None
+        assert pipe._served.supervisor is not None
         await until_decoding(pipe)
         switching = asyncio.ensure_future(pipe.switch("D1", "E", drain_s=0.3))
         async with asyncio.timeout(LIVENESS_S):
-            while not PHASES[phase](pipe._processes.core.members["D1"]):
+            while not PHASES[phase](pipe._served.supervisor.core.members["D1"]):
                 await asyncio.sleep(0)
         killed = await kill(pipe, victim, phase)
         done = await asyncio.wait_for(switching, LIVENESS_S)
@@ -78,8 +78,8 @@ async def test_a_kill_in_each_phase_of_a_switch(phase: str, victim: str, connect
 async def test_one_that_dies_beside_its_next_life_is_followed_by_it(phase: str) -> None:
     """It is a loss, and what takes over has the other roles, without another start."""
     async with emulated("1E2P2D") as pipe, asking(pipe, MIXED) as ended:
-        assert pipe._processes is not None
-        member = pipe._processes.core.members["D1"]
+        assert pipe._served.supervisor is not None
+        member = pipe._served.supervisor.core.members["D1"]
         await until_decoding(pipe)
         switching = asyncio.ensure_future(pipe.switch("D1", "E", drain_s=5.0))
         async with asyncio.timeout(LIVENESS_S):
@@ -95,13 +95,15 @@ async def test_one_that_dies_beside_its_next_life_is_followed_by_it(phase: str) 
 
 async def test_a_next_life_that_dies_again_and_again_changes_nothing() -> None:
     async with emulated("1E1P2D") as pipe, asking(pipe, LONG):
-        assert pipe._processes is not None
-        member, process = pipe._processes.core.members["D1"], pipe.processes["D1"].process
+        assert pipe._served.supervisor is not None
+        member, process = pipe._served.supervisor.core.members["D1"], pipe.processes["D1"].process
         switching = asyncio.ensure_future(pipe.switch("D1", "E"))
         killed = set()
         async with asyncio.timeout(LIVENESS_S):
             while not switching.done():
-                if member.next is not None and (found := pipe._processes._lives["D1", member.next.epoch].process):
+                if member.next is not None and (
+                    found := pipe._served.supervisor._lives["D1", member.next.epoch].process
+                ):
                     assert not member.next.prepared
                     killed.add(found)
                     with suppress(ProcessLookupError):
@@ -117,14 +119,14 @@ async def test_a_next_life_that_dies_again_and_again_changes_nothing() -> None:
 
 async def kill(pipe: Pipeline, victim: str, phase: str) -> int:
     """Kill the life that is there, of the one that switches the next one; return its process."""
-    assert pipe._processes is not None
-    member = pipe._processes.core.members[victim]
+    assert pipe._served.supervisor is not None
+    member = pipe._served.supervisor.core.members[victim]
     epoch = member.next.epoch if member.next is not None and phase in BESIDE else member.epoch
     async with asyncio.timeout(LIVENESS_S):
-        while not (process := pipe._processes._lives[victim, epoch].process):
+        while not (process := pipe._served.supervisor._lives[victim, epoch].process):
             await asyncio.sleep(0)  # it is being forked
     with suppress(ProcessLookupError):
         os.kill(process, signal.SIGKILL)
     if victim != "D1" or phase in ("migration", "onload", *BESIDE):
-        assert pipe._processes._lives[victim, epoch].process == process, "it was the life of that phase"
+        assert pipe._served.supervisor._lives[victim, epoch].process == process, "it was the life of that phase"
     return process

@@ -91,7 +91,7 @@ async def test_the_watch_goes_on_after_an_error(monkeypatch: pytest.MonkeyPatch)
 async def test_a_fence_kills_before_it_waits_for_the_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     """A launch that ends late, whatever it awaits, holds neither channel nor process of a life that is lost."""
     async with emulated() as pipe, asyncio.timeout(LIVENESS_S):
-        supervisor = pipe._processes
+        supervisor = pipe._served.supervisor
         assert supervisor is not None
         life, client = ("E0", 0), cast(Any, pipe.processes["E0"])
 

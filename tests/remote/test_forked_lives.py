@@ -184,7 +184,7 @@ async def main():
     async with Pipeline(MODEL, "1E1P1D", hosting="process", cache=CacheConfig(pools=POOLS)) as pipe:
         instances = [each.process for each in pipe.processes.values()]
         while True:
-            launcher, _ = await pipe._processes.forks.opening
+            launcher, _ = await pipe._served.supervisor.forks.opening
             print(json.dumps([launcher._process.pid, *instances]), flush=True)
             await asyncio.to_thread(sys.stdin.readline)
 

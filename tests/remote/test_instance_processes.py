@@ -113,7 +113,7 @@ async def test_every_process_ends_with_the_pipeline() -> None:
         births = {member.process: read_start(member.process) for member in members}
         assert len({*births, os.getpid()}) == 4
         await pipe.complete(requests()[1])
-        folder = pipe._processes._folder.path if pipe._processes else None
+        folder = pipe._served.supervisor._folder.path if pipe._served.supervisor else None
     assert folder is not None
     assert not folder.exists()
     assert all(has_ended(process, born) for process, born in births.items())  # who reaps them is not our business

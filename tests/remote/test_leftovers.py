@@ -168,9 +168,9 @@ async def test_what_ucx_keeps_in_shared_memory_is_in_the_folder_that_is_cleared(
     options: dict[str, Any] = {"connector": "ucx", "cache": CacheConfig(pools=POOLS)}
     async with Pipeline(MODEL, "1EP1D", hosting="process", **options) as pipe, asyncio.timeout(LIVENESS_S):
         await pipe.complete(EmulatedRequest(text_tokens=18, image_tokens=(576,), max_tokens=5))
-        assert pipe._processes is not None
-        assert pipe._processes.forks._shared is not None
-        folder = pipe._processes.forks._shared.path
+        assert pipe._served.supervisor is not None
+        assert pipe._served.supervisor.forks._shared is not None
+        folder = pipe._served.supervisor.forks._shared.path
         opened = [name for member in pipe.processes.values() for name in opened_by(member.process)]
         kept = [name for name in opened if "ucx_shm_posix" in name]
         assert kept

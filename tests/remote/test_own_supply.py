@@ -129,8 +129,8 @@ async def test_one_that_is_not_closed_does_not_keep_the_pipeline(hangs: bool, mo
         monkeypatch.setattr(supply, "aclose", aclose)
         async with emulated(supply=supply) as pipe:
             await serves(pipe)
-            assert pipe._processes is not None
-            folder = pipe._processes._folder.path
+            assert pipe._served.supervisor is not None
+            folder = pipe._served.supervisor._folder.path
             monkeypatch.setattr(instance_processes, "INSTANCE_STOP_S", 1.0)
         assert cancelled == [True] * hangs
         assert not folder.exists()

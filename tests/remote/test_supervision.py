@@ -195,8 +195,8 @@ def children(launcher: Launcher) -> set[int]:
 
 
 def launcher_of(pipe: Pipeline) -> Launcher:
-    assert pipe._processes is not None
-    opening = pipe._processes.forks.opening
+    assert pipe._served.supervisor is not None
+    opening = pipe._served.supervisor.forks.opening
     assert opening is not None
     assert opening.done()
     return opening.result()[0]

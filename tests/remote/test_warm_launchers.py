@@ -47,9 +47,9 @@ async def answer(pipe: Pipeline) -> None:
 
 
 async def launchers(pipe: Pipeline) -> list[Launcher]:
-    assert pipe._processes is not None
-    assert pipe._processes.forks.opening is not None
-    return [(await pipe._processes.forks.opening)[0]]
+    assert pipe._served.supervisor is not None
+    assert pipe._served.supervisor.forks.opening is not None
+    return [(await pipe._served.supervisor.forks.opening)[0]]
 
 
 # ---------------------------------------------------------------- pipelines

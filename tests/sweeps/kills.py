@@ -165,8 +165,8 @@ def send(process: int, number: signal.Signals) -> None:
 
 
 def launcher_of(pipe: Pipeline) -> Launcher | None:
-    assert pipe._processes is not None
-    known = pipe._processes.forks.opening
+    assert pipe._served.supervisor is not None
+    known = pipe._served.supervisor.forks.opening
     return known.result()[0] if known is not None and known.done() and not known.exception() else None
 
 

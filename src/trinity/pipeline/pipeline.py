@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -12,8 +13,10 @@ from trinity.adapt.auto import resolve_auto_placement
 from trinity.connector import Medium, make_connector
 from trinity.core.failure_policy import FailurePolicy
 from trinity.core.frontend import MAX_WAITING_BYTES, FrontendCore
+from trinity.core.journal import JournalStart
 from trinity.core.messages import PeerLoad
 from trinity.core.progress import StalledPart
+from trinity.core.role_changes import Switch
 from trinity.core.routing import RoutingPolicy, routing_policy
 from trinity.core.scheduler import BatchRules
 from trinity.core.transfers import TransferPolicy
@@ -21,23 +24,23 @@ from trinity.costs.budgets import StepBudgets
 from trinity.costs.step_cost import CostModel, CostTables
 from trinity.emulation.model import EmulatedModel
 from trinity.errors import ClosedError
-from trinity.errors.arguments import DeviceName, DtypeName, Whole, check_arguments, check_value
+from trinity.errors.arguments import DeviceName, DtypeName, Number, Whole, check_arguments, check_value
 from trinity.errors.live_objects import forbid_copies
 from trinity.instance import Instance, name_instances
 from trinity.memory.cache_config import CacheConfig
 from trinity.memory.digests import Verify
 from trinity.metrics import Metrics
+from trinity.pipeline.adoptions import WITHIN_S, Adoptions, Resumption
 from trinity.pipeline.chat import Messages, make_chat_request
 from trinity.pipeline.copies import serve_copies
 from trinity.pipeline.deploy import InstanceOptions, choose_rules_and_routing, choose_spread, make_instances
 from trinity.pipeline.features import Features, FeatureSource, read_features
 from trinity.pipeline.frontend_host import FrontendHost, PipelineState
 from trinity.pipeline.map_progress import Progress
-from trinity.pipeline.placement_changes import PlacementChanges
+from trinity.pipeline.placement_changes import DRAIN_S, PlacementChanges
 from trinity.pipeline.request_map import MapResult, OnError, Requests, map_requests
-from trinity.pipeline.resumption import Resumable
+from trinity.pipeline.served_instances import ServedInstances
 from trinity.pipeline.stream import Stream
-from trinity.pipeline.views import describe_pipeline, instance_table
 from trinity.placement import Placement
 from trinity.planner import Plan
 from trinity.preprocess.checkpoint.own_processor import GivenProcessor, check_processor
@@ -45,20 +48,23 @@ from trinity.preprocess.media.colours import Transparency
 from trinity.preprocess.media_limits import MediaLimits
 from trinity.preprocess.processor import RequestProcessor
 from trinity.remote import attached_instances, supervisor
+from trinity.remote.instance_client import InstanceClient
+from trinity.remote.supervisor_messages import InstanceHealth
 from trinity.request import Output, Request
 from trinity.runtime import loader
 from trinity.runtime.host import InstanceHost
 from trinity.runtime.shielded_wait import run_to_end, wait_shielded
-from trinity.tables import as_titled_html
+from trinity.tables import Table, as_titled_html
 from trinity.timeline import Timeline
 from trinity.traces.trace import SLO, Trace
 
+STAGE_WORDS = {"E": "encode", "P": "prefill", "D": "decode"}
 TRACE_BYTES = 64 << 20  # of the rows of its last requests: some 98,000 of 24 tokens, 13,000 of 500
 
 
 @check_arguments
 @forbid_copies("make it where it is used, and pass its arguments")
-class Pipeline(PlacementChanges, Resumable):
+class Pipeline:
     """Encode, prefill and decode of one model, on instances placed as you say.
 
     - ``model``: a directory, a hub id (cached, or fetched if ``download`` (False)), "shapes", or ``EmulatedModel``.
@@ -101,6 +107,7 @@ class Pipeline(PlacementChanges, Resumable):
 
     _starting: asyncio.Task[None] | None = None
     _closing: asyncio.Task[None] | None = None
+    _adoptions: Adoptions | None = None
 
     def __init__(
         self,
@@ -136,22 +143,60 @@ class Pipeline(PlacementChanges, Resumable):
         cache, processes = cache or CacheConfig(), processes or supervisor.ProcessConfig()
         source = self.model = loader.resolve_model(model, download)
         self.auto, placement = resolve_auto_placement(source, placement, instances, slo, cache.memory_bytes, apply)
-        self.instances = name_instances(make_instances(placement, options, limited=bool(rules or budgets)))
+        specs = name_instances(make_instances(placement, options, limited=bool(rules or budgets)))
         (rules, routing), spread = choose_rules_and_routing(placement, rules, routing), choose_spread(placement, spread)
-        self.placement = Placement.of(each.group for each in self.instances)
+        placed = Placement.of(each.group for each in specs)
         self.slo, self.routing = slo, routing
-        self._processing = (limits, ignore_generation_config, spread, check_processor(processor), transparency)
-        self.hosting = supervisor.check_hosting(hosting, self.instances, processes)
-        self.connector, self._options = make_connector(connector, verify, hosting), options
-        self._process_config, self._secret = processes, supervisor.resolve_secret(self.instances, processes.secret)
+        own_processor = check_processor(processor)
+        self.hosting = supervisor.check_hosting(hosting, specs, processes)
+        self.connector = make_connector(connector, verify, hosting)
+        self._process_config, self._secret = processes, supervisor.resolve_secret(specs, processes.secret)
         self.trace, self.metrics, self.timeline = Trace(limit_bytes=TRACE_BYTES), Metrics(slo), Timeline()
-        policies = failures or FailurePolicy(), spread, attached_instances.name_frontend(processes)
-        own = FrontendCore(routing_policy(routing), max_waiting, max_waiting_bytes, *policies)
+        own = FrontendCore(
+            routing_policy(routing),
+            max_waiting=max_waiting,
+            max_waiting_bytes=max_waiting_bytes,
+            failures=failures or FailurePolicy(),
+            spread=spread,
+            name=attached_instances.name_frontend(processes),
+        )
         self._frontend = FrontendHost(own, self.connector, self.metrics, self.trace)
-        rest = (cache, self._frontend.watch_logits(observe), transfers or TransferPolicy(), self.connector.shared)
-        self._serving_config = loader.ServingConfig(source, dtype, device, slo, budgets, rules, *rest)
+        self._serving_config = loader.ServingConfig(
+            source,
+            dtype=dtype,
+            device=device,
+            slo=slo,
+            budgets=budgets,
+            rules=rules,
+            cache=cache,
+            observe=self._frontend.watch_logits(observe),
+            transfers=transfers or TransferPolicy(),
+            shared=self.connector.shared,
+        )
+        self._make_processor = partial(
+            loader.make_processor,
+            source,
+            limits=limits,
+            ignore=ignore_generation_config,
+            strips=spread,
+            own=own_processor,
+            transparency=transparency,
+            here=self.hosting == "thread",
+        )
+        self._served = ServedInstances(
+            specs,
+            placed,
+            config=self._serving_config,
+            connector=self.connector,
+            routing=routing,
+            hosting=self.hosting,
+            terms=processes,
+            secret=self._secret,
+            frontend=self._frontend,
+            timeline=self.timeline,
+        )
+        self._changes = PlacementChanges(self._served, self._frontend, self.timeline, options)
         self.cost: CostModel | None = model.cost if isinstance(model, EmulatedModel) else None  # or profile()'s last
-        self.hosts: dict[str, InstanceHost] = {}  # instances of this process
 
     async def __aenter__(self) -> Pipeline:
         await self.start()
@@ -162,7 +207,8 @@ class Pipeline(PlacementChanges, Resumable):
 
     def __repr__(self) -> str:
         name = str(self.model) if isinstance(self.model, EmulatedModel) else self.model.name
-        return describe_pipeline(name, self.placement, self.state, len(self.streams), self.metrics.requests)
+        now = f", {len(self.streams)} served now" if self.streams else ""
+        return f"Pipeline({name} on {self.placement}, {self.state}{now}, {self.metrics.requests} ended)"
 
     def _repr_html_(self) -> str:
         return as_titled_html(repr(self), instance_table(self.instances, self.loads, self.health))
@@ -173,6 +219,31 @@ class Pipeline(PlacementChanges, Resumable):
         if self._frontend.processor is None:
             raise ClosedError("the pipeline is not started: its tokenizer is loaded by start()")
         return self._frontend.processor
+
+    @property
+    def instances(self) -> list[Instance]:
+        """The instances with their settings, in the order of the placement, and those that were added behind it."""
+        return self._served.specs
+
+    @property
+    def placement(self) -> Placement:
+        """The placement that the instances are now."""
+        return self._served.placement
+
+    @property
+    def hosts(self) -> dict[str, InstanceHost]:
+        """The instances of this process, by name."""
+        return self._served.hosts
+
+    @property
+    def processes(self) -> dict[str, InstanceClient]:
+        """The instances in processes of their own, by name."""
+        return self._served.clients
+
+    @property
+    def health(self) -> dict[str, InstanceHealth]:
+        """State of the instances in processes of their own, by name: who is away, why, and when it is started again."""
+        return self._served.health
 
     @property
     def state(self) -> PipelineState:
@@ -209,33 +280,18 @@ class Pipeline(PlacementChanges, Resumable):
 
     async def _start(self) -> None:
         await run_to_end(self._load_processor)
-        await (self._start_processes() if self.hosting == "process" else self._start_threads())
+        await self._served.start(self.processor)
         self._frontend.announce()
         self._frontend.opened = "running"
-        if self._processes is not None:  # only now: the front end must know an instance before it is lost
-            self._processes.watch()
+        self._served.watch()
         await self._begin_journals()
         if self.auto is not None:
             await self.auto.begin(self)
 
     def _load_processor(self) -> None:
-        model, here = self._serving_config.model, self.hosting == "thread"
-        made = self._frontend.processor = loader.make_processor(model, *self._processing, here=here)
+        made = self._frontend.processor = self._make_processor()
         made.room.most = self._frontend.core.max_waiting_bytes
         self.placement.check(self.processor.multimodal)
-
-    async def _start_threads(self) -> None:
-        loaded = await run_to_end(loader.load_instances, self._serving_config, self.instances, self.processor)
-        self.hosts = loader.make_hosts(loaded, self._frontend, self.timeline, lambda: routing_policy(self.routing))
-        self._frontend.reached.update(self.hosts)
-        for host in self.hosts.values():
-            host.start()
-
-    async def _start_processes(self) -> None:
-        given = (supervisor.parse_addresses(self.instances), self._secret, self._process_config)
-        owner, setups = self._frontend.core.name, self._make_setups(self.instances)
-        self._processes = attached_instances.supervise(owner, self._frontend, self.timeline, *given)
-        self._frontend.reached.update(await self._processes.start(setups))
 
     @property
     def loads(self) -> dict[str, PeerLoad]:
@@ -262,8 +318,9 @@ class Pipeline(PlacementChanges, Resumable):
         """
         self._frontend.check_open()
         await self.wait_idle()
-        given = (self._serving_config, self.instances, self.processor, self.hosts)
-        self.cost = await run_to_end(loader.profile_copies, *given, path, **counts)
+        self.cost = await run_to_end(
+            loader.profile_copies, self._serving_config, self.instances, self.processor, self.hosts, path, **counts
+        )
         return self.cost
 
     def stream(self, request: Request) -> Stream:
@@ -375,6 +432,90 @@ class Pipeline(PlacementChanges, Resumable):
             on_error=on_error,
         )
 
+    @property
+    def change(self) -> str:
+        """The change that is under way, "instance E1 switches to D"; "" where none is."""
+        return self._changes.under_way
+
+    @property
+    def change_obstacle(self) -> str:
+        """Reason why no change can be made just now: another one, or an instance that is away; empty if one can."""
+        return self._changes.find_obstacle()
+
+    async def switch(self, name: str, roles: str, *, drain_s: float = DRAIN_S) -> Switch:
+        """Have an instance switch to other roles: ``await pipe.switch("E1", "D")``; it keeps its name.
+
+        drain_s: how long requests that are there may take to end. Cancelled before it is empty, it stays as it was.
+
+        Raises ``UnknownName``, ``PlacementError`` for roles that it may not have, or a stage that would be left without
+        an instance; ``ChangeRefused`` during another change, or while an instance is away; and the error for which its
+        next life cannot be loaded, and nothing has changed, or for which it does not come up, in which case it has its
+        former roles again.
+        """
+        return await self._changes.switch(name, roles, drain_s)
+
+    async def add(self, instance: Instance) -> Switch:
+        """Add an instance: ``await pipe.add(trinity.Instance("D"))``; it gets the next free name if it has none.
+
+        Raises ``ConfigError`` for a name that is in use, an address without ``ProcessConfig(secret=...)``, or one that
+        the transport does not reach; ``PlacementError`` for roles that the model has no use for; ``ChangeRefused`` as
+        ``switch`` does; and the error for which it does not come up. Then, or cancelled, all is as it was.
+        """
+        return await self._changes.add(instance)
+
+    async def remove(self, name: str, *, drain_s: float = DRAIN_S) -> Switch:
+        """Remove an instance, as soon as it is empty or ``drain_s`` has passed: ``await pipe.remove("D1")``.
+
+        Cancelled before that, it stays. One that is away itself may be removed. Raises ``UnknownName``;
+        ``PlacementError`` for the last one of a stage; ``ChangeRefused`` as ``switch`` does.
+        """
+        return await self._changes.remove(name, drain_s)
+
+    async def apply(
+        self, placement: str | Placement | Plan, *, resize: bool = False, drain_s: float = DRAIN_S
+    ) -> list[Switch]:
+        """Have instances switch, one after another, until they are this placement; return the switches.
+
+        They are the fewest that do, in an order in which no stage is left without an instance, if there is one: else
+        requests wait for that stage meanwhile (``FailurePolicy.wait_s``). Of a ``Plan`` they take its settings, too.
+
+        resize (False): take a placement of another number of instances. Those that lack are added first, as the
+        pipeline's own keywords make them; those too many are removed last.
+
+        Raises as ``switch`` and ``add`` do, and ``PlacementError`` for another number of instances without ``resize``,
+        or a plan for another model. After an error all changes are undone, the last one first.
+        """
+        return await self._changes.apply(placement, resize=resize, drain_s=drain_s)
+
+    @property
+    def journal_address(self) -> str:
+        """Address at which other pipelines bring their journals to this one; "" for none."""
+        return self._adoptions.address if self._adoptions is not None else ""
+
+    @property
+    def has_buddy(self) -> bool:
+        """True while another pipeline is told of this one's requests, and would go on with them."""
+        return self._frontend.journal.reached
+
+    def resume(self, /, request_id: str, after: int = -1, within_s: float = WITHIN_S) -> Resumption:
+        """Read on a request that was sent to another program, which has died, and whose buddy this pipeline is.
+
+        - ``after`` (index, -1): of the last token that its reader has; the next one is the first that comes.
+        - ``within_s`` (seconds, 10): how long to wait until that program's death is noticed here.
+
+        ::
+
+            async with pipe.resume("chat-17", after=41) as tokens:
+                async for token in tokens:
+                    print(token.index, token.text)
+
+        Its ``output`` has all tokens. Entering raises ``ResumeError``, whose ``reason`` tells why not. A request can be
+        resumed once; leaving the block ends it. Raises ``ConfigError`` for an index or seconds that are none.
+        """
+        check_value("request_id", request_id, str)
+        after, within_s = check_value("after", after, int), check_value("within_s", within_s, Number)
+        return Resumption(self._adoptions or Adoptions(self._frontend), request_id, after, within_s)
+
     async def wait_idle(self) -> None:
         """Wait until no instance has a request: steps in flight may run on after their readers have gone."""
         await self._frontend.wait_idle()
@@ -398,14 +539,47 @@ class Pipeline(PlacementChanges, Resumable):
         await self._end_journals()
         self._frontend.end_all()
         try:
-            await (self.wait_idle() if self._processes is None else self._processes.drain(self.wait_idle()))
+            await self._served.drain(self.wait_idle())
         finally:
             for host in self._frontend.reached.values():
                 host.stop(at_once=bool(self._frontend.core.entries))
         await asyncio.gather(*(host.join() for host in self._frontend.reached.values()))
         self._frontend.cancel_timer()
-        if self._processes is not None:
-            await self._processes.aclose()
+        await self._served.aclose()
         await self.connector.aclose()
         if self._frontend.processor is not None:
             await self._frontend.processor.aclose()
+
+    async def _begin_journals(self) -> None:
+        """Take journals of others, and keep one with the buddy, as far as there are to be any."""
+        config, buddy = self._process_config, self._process_config.buddy
+        if buddy is None or self._secret is None or not self.processes:
+            return
+        names = tuple(sorted(each.name for each in self.instances))
+        model = next(each.fingerprint for each in self.processes.values())  # theirs is one
+        start = JournalStart(secrets.token_hex(8), model, names)
+        self._adoptions = Adoptions(self._frontend)
+        await self._adoptions.start(buddy, start, self._secret, config)
+        self._frontend.journal.start(buddy, self._frontend.core.name, start, self._secret, config.tls)
+
+    async def _end_journals(self) -> None:
+        """Have the buddy go on with nothing, and take no journals any more."""
+        await self._frontend.journal.aclose()
+        if self._adoptions is not None:
+            await self._adoptions.aclose()
+
+
+def instance_table(
+    instances: Sequence[Instance], loads: Mapping[str, PeerLoad], health: Mapping[str, InstanceHealth]
+) -> Table:
+    """Tabulate each instance with its stages, its state, the work that waits and the blocks that are free."""
+    rows = []
+    for each in instances:
+        load, life = loads.get(each.name), health.get(each.name)
+        waiting = "" if load is None else f"{1e3 * sum(load.predicted_s.values()):.1f} ms"
+        free = "" if load is None else ", ".join(f"{count:,} {kind}" for kind, count in load.free.items())
+        state = "" if life is None else life.state + (f": {life.why}" if life.why else "")
+        rows.append((each.name, ", ".join(STAGE_WORDS[role] for role in each.roles), state, waiting, free))
+    columns = ("instance", "stages", "process", "work ahead", "free blocks")
+    kept = [at for at, _ in enumerate(columns) if at < 2 or any(row[at] for row in rows)]
+    return Table(tuple(columns[at] for at in kept), [tuple(row[at] for at in kept) for row in rows])

@@ -4,36 +4,23 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 from trinity.adapt.auto import name_shape
-from trinity.connector import Connector
-from trinity.core.role_changes import RoleChange, Switch, order_changes
-from trinity.core.routing import RoutingPolicy, routing_policy
-from trinity.errors import ChangeRefused, ClosedError, ConfigError, PlacementError, TrinityError
+from trinity.core.messages import FRONTEND
+from trinity.core.role_changes import RoleChange, Switch, find_free_name, may_have, order_changes
+from trinity.errors import ChangeRefused, ClosedError, ConfigError, PlacementError, TrinityError, UnknownName
 from trinity.errors.arguments import Number, check_value
 from trinity.instance import Instance
 from trinity.pipeline.deploy import InstanceOptions, list_plan_options
 from trinity.pipeline.frontend_host import FrontendHost
-from trinity.pipeline.switch_order import (
-    check_added,
-    check_removed,
-    check_switch,
-    describe_instances,
-)
-from trinity.pipeline.thread_instances import ThreadInstances
-from trinity.placement import Placement
+from trinity.pipeline.served_instances import ServedInstances
+from trinity.placement import STAGES, Group, Placement
 from trinity.planner import Plan
-from trinity.remote import instance_processes, planned_restart, supervisor
-from trinity.remote.instance_client import InstanceClient
-from trinity.remote.supervisor_messages import InstanceHealth
-from trinity.remote.wire import Setup
-from trinity.runtime import loader
-from trinity.runtime.host import InstanceHost, LoadedInstance
-from trinity.runtime.shielded_wait import carry_through, run_to_end
+from trinity.runtime.shielded_wait import carry_through
 from trinity.timeline import Timeline
 
 logger = logging.getLogger("trinity")
@@ -41,101 +28,55 @@ DRAIN_S = 30.0
 
 
 class PlacementChanges:
-    """Part of ``Pipeline``: its instances change while it serves (EPDServe 3.2.4, TriInfer 4.4).
+    """Changes of the instances of a pipeline while it serves (EPDServe 3.2.4, TriInfer 4.4), one at a time.
 
     A switch is a planned restart: a next life with other roles loads beside the instance, new work goes past that, what
     is there ends or moves on, and the next life takes its place; a removal has none. A request that is still there
     after ``drain_s`` is recovered as after a loss, exactly.
+
+    - ``served``: the instances. ``frontend``, ``timeline``: the pipeline's.
+    - ``options``: keywords that the pipeline has for instances that a placement names, those that are added too.
+
+    ``under_way`` describes the present change; it is "" where there is none.
     """
 
-    instances: list[Instance]
-    placement: Placement
-    hosts: dict[str, InstanceHost]
-    timeline: Timeline
-    connector: Connector
-    routing: str | RoutingPolicy
-    hosting: Literal["thread", "process"]
-    _options: InstanceOptions
-    _secret: bytes | None
-    _frontend: FrontendHost
-    _serving_config: loader.ServingConfig
-    _process_config: supervisor.ProcessConfig
-    _processes: instance_processes.InstanceSupervisor | None = None
-    _changing = ""
+    def __init__(
+        self, served: ServedInstances, frontend: FrontendHost, timeline: Timeline, options: InstanceOptions
+    ) -> None:
+        self._served, self._frontend = served, frontend
+        self._timeline, self._options = timeline, options
+        self.under_way = ""
 
-    @property
-    def change(self) -> str:
-        """The change that is under way, "instance E1 switches to D"; "" where none is."""
-        return self._changing
-
-    @property
-    def processes(self) -> dict[str, InstanceClient]:
-        """The instances in processes of their own, by name."""
-        return self._processes.members if self._processes is not None else {}
-
-    @property
-    def health(self) -> dict[str, InstanceHealth]:
-        """State of the instances in processes of their own, by name: who is away, why, and when it is started again."""
-        return self._processes.health() if self._processes is not None else {}
-
-    async def switch(self, name: str, roles: str, *, drain_s: float = DRAIN_S) -> Switch:
-        """Have an instance switch to other roles: ``await pipe.switch("E1", "D")``; it keeps its name.
-
-        drain_s: how long requests that are there may take to end. Cancelled before it is empty, it stays as it was.
-
-        Raises ``UnknownName``, ``PlacementError`` for roles that it may not have, or a stage that would be left without
-        an instance; ``ChangeRefused`` during another change, or while an instance is away; and the error for which its
-        next life cannot be loaded, and nothing has changed, or for which it does not come up, in which case it has its
-        former roles again.
-        """
+    async def switch(self, name: str, roles: str, drain_s: float) -> Switch:
+        """As ``Pipeline.switch``."""
         drain_s = check_value("drain_s", drain_s, Number)
         async with self._change(f"instance {name} switches to {roles}"):
-            return await self._carry_out(check_switch(self.instances, name, roles), {}, drain_s)
+            return await self._carry_out(check_switch(self._served.specs, name, roles), {}, drain_s)
 
     async def add(self, instance: Instance) -> Switch:
-        """Add an instance: ``await pipe.add(trinity.Instance("D"))``; it gets the next free name if it has none.
-
-        Raises ``ConfigError`` for a name that is in use, an address without ``ProcessConfig(secret=...)``, or one that
-        the transport does not reach; ``PlacementError`` for roles that the model has no use for; ``ChangeRefused`` as
-        ``switch`` does; and the error for which it does not come up. Then, or cancelled, all is as it was.
-        """
-        spec = check_added(self.instances, check_value("instance", instance, Instance))
+        """As ``Pipeline.add``."""
+        spec = check_added(self._served.specs, check_value("instance", instance, Instance))
         async with self._change(f"instance {spec.name} is added"):
-            self._check_new(spec)
+            describe_instances([*self._served.specs, spec]).check(self._frontend.multimodal)
+            self._served.check_place(spec)
             return await self._begin(spec)
 
-    async def remove(self, name: str, *, drain_s: float = DRAIN_S) -> Switch:
-        """Remove an instance, as soon as it is empty or ``drain_s`` has passed: ``await pipe.remove("D1")``.
-
-        Cancelled before that, it stays. One that is away itself may be removed. Raises ``UnknownName``;
-        ``PlacementError`` for the last one of a stage; ``ChangeRefused`` as ``switch`` does.
-        """
+    async def remove(self, name: str, drain_s: float) -> Switch:
+        """As ``Pipeline.remove``."""
         drain_s = check_value("drain_s", drain_s, Number)
         async with self._change(f"instance {name} is removed", but=name):
-            return await self._end(check_removed(self.instances, name), drain_s)
+            return await self._end(check_removed(self._served.specs, name), drain_s)
 
-    async def apply(
-        self, placement: str | Placement | Plan, *, resize: bool = False, drain_s: float = DRAIN_S
-    ) -> list[Switch]:
-        """Have instances switch, one after another, until they are this placement; return the switches.
-
-        They are the fewest that do, in an order in which no stage is left without an instance, if there is one: else
-        requests wait for that stage meanwhile (``FailurePolicy.wait_s``). Of a ``Plan`` they take its settings, too.
-
-        resize (False): take a placement of another number of instances. Those that lack are added first, as the
-        pipeline's own keywords make them; those too many are removed last.
-
-        Raises as ``switch`` and ``add`` do, and ``PlacementError`` for another number of instances without ``resize``,
-        or a plan for another model. After an error all changes are undone, the last one first.
-        """
+    async def apply(self, placement: str | Placement | Plan, *, resize: bool, drain_s: float) -> list[Switch]:
+        """As ``Pipeline.apply``."""
         drain_s = check_value("drain_s", drain_s, Number)
         async with self._change(f"placement {placement} is applied" if isinstance(placement, str) else "it is changed"):
             wanted = self._read_placement(placement)
             wanted.check(self._frontend.multimodal)
             done: list[Switch] = []
-            former = list(self.instances)
+            former = list(self._served.specs)
             try:
-                for change in order_changes(self.instances, wanted, resize):
+                for change in order_changes(self._served.specs, wanted, resize):
                     options = list_plan_options(placement, change.roles) if isinstance(placement, Plan) else {}
                     done.append(await self._carry_out(change, options, drain_s))
             except ClosedError:
@@ -145,24 +86,22 @@ class PlacementChanges:
                 raise
             return done
 
-    @property
-    def change_obstacle(self) -> str:
-        """Reason why no change can be made just now: another one, or an instance that is away; empty if one can."""
-        return self._find_obstacle("")
+    def find_obstacle(self, but: str = "") -> str:
+        """Find a reason why no change can be made just now; empty if one can.
 
-    def _find_obstacle(self, but: str) -> str:
-        """Find a reason why no change can be made just now; ``but``: an instance that may be away."""
-        if self._process_config.attach:
+        but: an instance that may be away.
+        """
+        if self._served.terms.attach:
             return "the pipeline that set the instances up changes them, and this one is attached to them"
-        if self._changing:
-            return f"another change is under way ({self._changing}); wait until it is done"
-        away = {} if self._processes is None else self._processes.health()
+        if self.under_way:
+            return f"another change is under way ({self.under_way}); wait until it is done"
+        away = self._served.health
         told = [f"{name} is {health.state}" for name, health in away.items() if health.state != "up" and name != but]
         return f"an instance is away ({', '.join(told)}); wait until all are up" if told else ""
 
     def _read_placement(self, given: str | Placement | Plan) -> Placement:
         if isinstance(given, Plan):
-            known = name_shape(self._serving_config.model)
+            known = name_shape(self._served.config.model)
             if known is not None and known != given.model:
                 raise PlacementError(f"the plan is for {given.model}, and {known} is served; plan for that")
             given = given.placement
@@ -189,47 +128,30 @@ class PlacementChanges:
         but: an instance that may be away.
         """
         self._frontend.check_open()
-        if obstacle := self._find_obstacle(but):
+        if obstacle := self.find_obstacle(but):
             raise ChangeRefused(obstacle)
-        self._changing = what
+        self.under_way = what
         try:
             yield
         finally:
-            self._changing = ""
+            self.under_way = ""
 
     async def _carry_out(self, change: RoleChange, options: Mapping[str, Any], drain_s: float) -> Switch:
         """Carry out one change of an order: of an instance that runs, of a new one, or to none."""
-        former = next((each for each in self.instances if each.name == change.name), None)
+        former = self._served.find(change.name)
         if former is None:
             return await self._begin(Instance(change.roles, change.name, **{**options, **self._options}))
         if not change.roles:
             return await self._end(change.name, drain_s)
         return await self._begin_anew(replace(former, roles=change.roles, **options), drain_s)
 
-    def _check_new(self, spec: Instance) -> None:
-        """Check that an instance may be added here. Raises ``ConfigError`` or ``PlacementError``."""
-        describe_instances([*self.instances, spec]).check(self._frontend.multimodal)
-        supervisor.check_hosting(self.hosting, [spec], self._process_config)
-        if spec.address is not None and self._secret is None:
-            raise ConfigError(
-                f"instance {spec.name} runs already, and this pipeline has a secret of its own: start the pipeline "
-                "with ProcessConfig(secret=...), and the instance with the same as its TRINITY_SECRET"
-            )
-
     async def _begin(self, spec: Instance) -> Switch:
         """Begin one more instance."""
-        instances, began = [*self.instances, spec], time.perf_counter()
-        if self._processes is not None:
-            by_hand = self._processes.attach(spec)
-            setups = self._make_setups(instances)
-            loaded_at = await planned_restart.begin_life(self._processes, spec.name, setups, by_hand)
-        else:
-            loaded = await self._load(spec, instances)
-            loaded_at = time.perf_counter()
-            self._threads.begin(loaded)
+        after, began = [*self._served.specs, spec], time.perf_counter()
+        loaded_at = await self._served.begin(spec, after)
         now = time.perf_counter()
         done = Switch(spec.name, "", spec.roles, 0.0, now - began, True, loaded_at - began)
-        return self._note(done, instances, began, began)
+        return self._note(done, after, began, began)
 
     async def _end(self, name: str, drain_s: float) -> Switch:
         """End an instance for good. Cancelled once it is empty, it ends all the same, and is noted."""
@@ -237,15 +159,12 @@ class PlacementChanges:
         return await carry_through(self._end_once_empty(name, emptying), emptying.goes_on)
 
     async def _end_once_empty(self, name: str, emptying: _Emptying) -> Switch:
-        former = next(each for each in self.instances if each.name == name)
-        instances, began = [each for each in self.instances if each is not former], time.perf_counter()
-        if self._processes is not None:
-            await planned_restart.end_life(self._processes, name, *emptying.parts())
-        else:
-            await self._threads.end(name, *emptying.parts())
+        former = next(each for each in self._served.specs if each.name == name)
+        after, began = [each for each in self._served.specs if each is not former], time.perf_counter()
+        await self._served.end(name, emptying.wait, emptying.note_end)
         emptied, began = emptying.ended_at or began, emptying.began_at or began
         done = Switch(name, former.roles, "", emptied - began, time.perf_counter() - emptied, emptying.emptied)
-        return self._note(done, instances, began, emptied)
+        return self._note(done, after, began, emptied)
 
     async def _begin_anew(self, spec: Instance, drain_s: float) -> Switch:
         """End the present life of an instance, and begin the next one by these settings; cancelled as in ``_end``."""
@@ -253,51 +172,31 @@ class PlacementChanges:
         return await carry_through(self._begin_once_empty(spec, emptying), emptying.goes_on)
 
     async def _begin_once_empty(self, spec: Instance, emptying: _Emptying) -> Switch:
-        former = next(each for each in self.instances if each.name == spec.name)
-        instances = [spec if each is former else each for each in self.instances]
+        former = next(each for each in self._served.specs if each.name == spec.name)
+        after = [spec if each is former else each for each in self._served.specs]
         began = time.perf_counter()
-        if self._processes is not None:
-            setups = self._make_setups(instances)
-            loaded_at = await planned_restart.replace_life(self._processes, spec.name, setups, *emptying.parts())
-        else:
-            loaded, loaded_at = await self._load(spec, instances), 0.0
-            await self._threads.replace(loaded, *emptying.parts())
+        loaded_at = await self._served.replace(spec, after, emptying.wait, emptying.note_end)
         now, ended = time.perf_counter(), emptying.ended_at
         left = emptying.began_at or ended  # the end of an instance that was lost meanwhile was not waited for
         spent = (ended - left, now - ended, emptying.emptied, max(0.0, loaded_at - ended), left - began)
-        return self._note(Switch(spec.name, former.roles, spec.roles, *spent), instances, left, ended)
+        return self._note(Switch(spec.name, former.roles, spec.roles, *spent), after, left, ended)
 
-    def _note(self, done: Switch, instances: list[Instance], began: float, emptied: float) -> Switch:
+    def _note(self, done: Switch, after: list[Instance], began: float, emptied: float) -> Switch:
         """Take a change down: the instances as they are now, and its parts on the timeline."""
-        self.instances, self.placement = instances, describe_instances(instances)
-        if done.prepare_s and self._processes is not None:
-            self.timeline.add(
+        self._served.specs, self._served.placement = after, describe_instances(after)
+        in_processes = self._served.hosting == "process"
+        if done.prepare_s and in_processes:
+            self._timeline.add(
                 done.name, "switch", f"preparation of {done.roles}", began - done.prepare_s, done.prepare_s
             )
         if done.former:
-            self.timeline.add(done.name, "switch", f"offload {done.former}", began, done.drain_s)
-        if done.migration_s and self._processes is not None:  # on threads it was before the offload
-            self.timeline.add(done.name, "switch", f"migration to {done.roles}", emptied, done.migration_s)
+            self._timeline.add(done.name, "switch", f"offload {done.former}", began, done.drain_s)
+        if done.migration_s and in_processes:  # on threads it was before the offload
+            self._timeline.add(done.name, "switch", f"migration to {done.roles}", emptied, done.migration_s)
         if done.roles:
-            self.timeline.add(done.name, "switch", f"onload {done.roles}", emptied + done.migration_s, done.onload_s)
+            self._timeline.add(done.name, "switch", f"onload {done.roles}", emptied + done.migration_s, done.onload_s)
         logger.info("instance %s changed from %s to %s", done.name, done.former or "none", done.roles or "none")
         return done
-
-    def _make_setups(self, instances: Sequence[Instance]) -> list[Setup]:
-        given = (self._serving_config, self.connector, str(self.routing), self._process_config.supply)
-        return supervisor.make_setups(instances, *given)
-
-    async def _load(self, spec: Instance, instances: Sequence[Instance]) -> LoadedInstance:
-        began, given = time.perf_counter(), (self._serving_config, [spec], self._frontend.processor, instances)
-        [loaded] = await run_to_end(loader.load_instances, *given)
-        self._threads.check_weights(loaded)
-        self.timeline.add(spec.name, "switch", f"migration to {spec.roles}", began, time.perf_counter() - began)
-        return loaded
-
-    @property
-    def _threads(self) -> ThreadInstances:
-        given = (self.hosts, self._frontend, self.timeline, self.connector)
-        return ThreadInstances(*given, lambda: routing_policy(self.routing))
 
 
 class _Emptying:
@@ -314,11 +213,8 @@ class _Emptying:
         """True before it was waited for to its end: until then the instance may stay as it was."""
         return not self.ended_at
 
-    def parts(self) -> tuple[planned_restart.Emptied, Callable[[], None]]:
-        """Return what is called to wait for it, and what is called once the instance's work is done."""
-        return self.wait, self.note_end
-
     def note_end(self) -> None:
+        """Note that the instance's work is done."""
         self.ended_at = time.perf_counter()
 
     async def wait(self) -> bool:
@@ -328,3 +224,62 @@ class _Emptying:
         self._frontend.check_open()
         self.ended_at = time.perf_counter()
         return self.emptied
+
+
+def switch_instances(instances: Iterable[Instance], change: RoleChange) -> list[Instance]:
+    """List the instances as they are after a switch."""
+    return [replace(each, roles=change.roles) if each.name == change.name else each for each in instances]
+
+
+def check_switch(instances: Sequence[Instance], name: str, roles: str) -> RoleChange:
+    """Check that an instance may have these roles, and that all stages of before are had by one.
+
+    Raises ``UnknownName`` for an instance that is not there, else ``PlacementError``.
+    """
+    found = _find(instances, name)
+    change = RoleChange(name, Group.parse(roles).roles)
+    if change.roles == found.roles:
+        raise PlacementError(f"instance {name} has the roles {change.roles} already")
+    if not may_have(found, change.roles):
+        raise PlacementError(f"instance {name} may have the roles {found.may}, and not {change.roles} (Instance.may)")
+    after = {letter for each in switch_instances(instances, change) for letter in each.roles}
+    missing = [letter for letter in STAGES if letter not in after and any(letter in each.roles for each in instances)]
+    if missing:
+        text = f"no instance would have stage {' and '.join(missing)} once {name} is {change.roles}"
+        raise PlacementError(f"{text}; switch another one to it first")
+    return change
+
+
+def check_added(instances: Sequence[Instance], added: Instance) -> Instance:
+    """Return an instance with its name, a free one if it has none. Raises ``ConfigError`` for a name that is in use."""
+    taken = {each.name for each in instances}
+    named = replace(added, name=added.name or find_free_name(taken, added.roles))
+    if named.name in taken or named.name == FRONTEND:
+        raise ConfigError(f"an instance {named.name} runs already: give another name, or none for {added.roles}0 or so")
+    return named
+
+
+def check_removed(instances: Sequence[Instance], name: str) -> str:
+    """Check that all stages are had by others than this one.
+
+    Raises ``UnknownName`` for an instance that is not there, else ``PlacementError``.
+    """
+    found = _find(instances, name)
+    rest = {letter for each in instances if each is not found for letter in each.roles}
+    missing = [letter for letter in found.roles if letter not in rest]
+    if missing:
+        text = f"no instance would have stage {' and '.join(missing)} without {name}"
+        raise PlacementError(f"{text}; add another one first, or have one switch to it")
+    return name
+
+
+def _find(instances: Sequence[Instance], name: str) -> Instance:
+    found = next((each for each in instances if each.name == name), None)
+    if found is None:
+        raise UnknownName("instance", name, [each.name for each in instances])
+    return found
+
+
+def describe_instances(instances: Iterable[Instance]) -> Placement:
+    """The placement that these instances are, in the order of their stages."""
+    return Placement.of(sorted((each.group for each in instances), key=lambda group: STAGES.index(group.roles[0])))

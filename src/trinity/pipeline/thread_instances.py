@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from trinity.connector import Connector
@@ -27,14 +27,21 @@ class ThreadInstances:
 
     def __init__(
         self,
-        hosts: dict[str, InstanceHost],
         frontend: FrontendHost,
         timeline: Timeline,
         connector: Connector,
         policy: Callable[[], RoutingPolicy],
     ) -> None:
-        self.hosts, self._frontend, self._timeline = hosts, frontend, timeline
+        self.hosts: dict[str, InstanceHost] = {}
+        self._frontend, self._timeline = frontend, timeline
         self._connector, self._policy = connector, policy
+
+    def start(self, loaded: Sequence[LoadedInstance]) -> None:
+        """Have the pipeline's first instances serve."""
+        self.hosts.update(loader.make_hosts(loaded, self._frontend, self._timeline, self._policy))
+        self._frontend.reached.update(self.hosts)
+        for host in self.hosts.values():
+            host.start()
 
     def check_weights(self, loaded: LoadedInstance) -> None:
         """Raise ``LayoutMismatch`` where an instance has other weights than those that serve; it is released then.

@@ -194,13 +194,18 @@ class AttachedInstances:
 
 
 def supervise(
-    owner: str, watcher: Watcher, timeline: Timeline, addresses: Mapping[str, Address], *rest: Any
+    owner: str,
+    watcher: Watcher,
+    timeline: Timeline,
+    addresses: Mapping[str, Address],
+    *,
+    secret: bytes | None,
+    config: ProcessConfig,
 ) -> InstanceSupervisor:
-    """Make what a pipeline has its instances by; ``rest``: the secret and the ``ProcessConfig``.
+    """Make what a pipeline has its instances by.
 
     An ``AttachedInstances`` has all that a pipeline calls but for changes of its instances, which are refused before.
     """
-    secret, config = rest
     if config.attach:
         return cast(InstanceSupervisor, AttachedInstances(owner, watcher, timeline, addresses, secret, config))
     return InstanceSupervisor(watcher, timeline, addresses, secret, config)

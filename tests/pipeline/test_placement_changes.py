@@ -7,7 +7,7 @@ import pytest
 from trinity.core.role_changes import RoleChange
 from trinity.errors import ConfigError, PlacementError, UnknownName
 from trinity.instance import Instance, list_instances
-from trinity.pipeline.switch_order import (
+from trinity.pipeline.placement_changes import (
     check_added,
     check_removed,
     check_switch,
