@@ -11,7 +11,7 @@ import pytest
 from trinity.core.frontend.messages import MoveEnd, MoveRequest
 from trinity.core.messages import Failure, Value
 from trinity.errors import ConfigError, MoveError, RequestError
-from trinity.pipeline.moves import Moves
+from trinity.pipeline.frontend_host import Moves
 from trinity.pipeline.stream import Stream
 from trinity.request import Request
 

@@ -11,7 +11,7 @@ from support.emulated_pipelines import MODEL
 from support.running_instances import SECRET
 from trinity.errors import ConfigError
 from trinity.pipeline import Pipeline
-from trinity.pipeline.host_options import read_hosted_options
+from trinity.pipeline.deploy import read_hosted_options
 from trinity.remote.hosts import plan_hosts, write_hosts
 
 

@@ -1,11 +1,13 @@
-"""Turns a placement or plan and the user's keywords into a pipeline's instances, rules and routing."""
+"""Turns a placement, a plan or a file of hosts, and the user's keywords, into a pipeline's instances and settings."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, TypedDict
 
+from trinity.connector import Connector
 from trinity.core.instance.settings import Reservation
 from trinity.core.routing import RoutingPolicy
 from trinity.core.scheduler import BatchRules
@@ -13,6 +15,10 @@ from trinity.errors import ConfigError, UnknownName
 from trinity.instance import Instance, list_instances
 from trinity.placement import Placement
 from trinity.planner import Plan
+from trinity.remote.buddy import Buddy
+from trinity.remote.hosts import read_hosts
+from trinity.remote.supervisor import ProcessConfig
+from trinity.remote.tls import join_files
 
 SEARCHED_LIMIT = 0  # a plan's batch limit that Algorithm 1 is to find
 PLANNED_DEPTH = 1  # of a plan whose search left the depth alone
@@ -99,3 +105,30 @@ def read_plan_settings(plan: Plan) -> dict[str, Any]:
         if name not in PLAN_SETTINGS:
             raise UnknownName("setting of a plan", name, PLAN_SETTINGS)
     return dict(plan.best.settings)
+
+
+def read_hosted_options(
+    file: str | Path,
+    tls_files: Sequence[str | None] = (),
+    *,
+    trusted_network: bool = False,
+    attach: bool = False,
+    buddy: Buddy | None = None,
+) -> dict[str, Any]:
+    """Read the keywords of a ``Pipeline`` that serves on the instances of a file of hosts.
+
+    - ``tls_files`` (none): certificate, key and authority for the control channels.
+    - ``trusted_network`` (False): say so of the network that control channels and blocks go over.
+    - ``attach`` (False), ``buddy`` (None): as ``ProcessConfig`` has them.
+
+    Raises ``ConfigError``, for one of the three files alone, too.
+    """
+    options = {"trusted_network": True} if trusted_network else {}
+    return {
+        "placement": read_hosts(file).placement,
+        "hosting": "process",
+        "processes": ProcessConfig(
+            tls=join_files(tls_files), trusted_network=trusted_network, attach=attach, buddy=buddy
+        ),
+        "connector": Connector("auto", options=options),
+    }

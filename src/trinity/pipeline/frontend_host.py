@@ -12,20 +12,16 @@ from typing import Literal
 from trinity.connector import Connector
 from trinity.core.fair_turns import FairJob
 from trinity.core.frontend import Abort, Deliver, End, FrontendCore
-from trinity.core.frontend.departures import is_empty
-from trinity.core.frontend.messages import MoveEnd, Prepare
-from trinity.core.messages import PeerDown, Send, Submit, Tick, Value
+from trinity.core.frontend_events import MoveEnd, MoveRequest, Prepare, Prepared
+from trinity.core.messages import Failure, PeerDown, Send, Submit, Tick, Value
 from trinity.core.peer_exit import PeerRemoved
 from trinity.core.progress import PartProgress, StalledPart
-from trinity.errors import ClosedError, ConfigError, Overloaded, RequestError, describe_error
+from trinity.errors import ClosedError, ConfigError, MoveError, Overloaded, RequestError, TrinityError, describe_error
 from trinity.metrics import Metrics
-from trinity.pipeline.ended_requests import record_end, record_refused
-from trinity.pipeline.inputs_again import prepare_again
+from trinity.pipeline.ended_requests import TransferWays, record_end, record_refused
 from trinity.pipeline.journal import RequestJournal
-from trinity.pipeline.moves import Moves
 from trinity.pipeline.request_map import ServeOne
-from trinity.pipeline.stream import Stream, make_late_failure, reduce_deadline
-from trinity.pipeline.transfer_ways import TransferWays
+from trinity.pipeline.stream import Stream, make_error, make_late_failure, reduce_deadline
 from trinity.preprocess.preparation_lanes import run_beside_loop, takes_long
 from trinity.preprocess.processor import ProcessedRequest, RequestProcessor
 from trinity.preprocess.text.detokenizer import TextStream
@@ -460,3 +456,54 @@ class FrontendHost:
         for stream in list(self.streams.values()):
             stream.close()
             self.post(Abort(stream.request.request_id, "cancelled"))
+
+
+class Moves:
+    """Moves of decodes that readers have asked for, each until it is answered or its time is up."""
+
+    def __init__(self) -> None:
+        self._answers: dict[str, asyncio.Future[Failure | None]] = {}
+
+    async def ask(self, post: Callable[[Value], None], request_id: str, to: str, within_s: float) -> None:
+        """Have the front end move a request, and wait so long (seconds). Raises ``MoveError``."""
+        if request_id in self._answers:
+            raise MoveError("the request is moving just now", request_id, "moving")
+        answer = self._answers[request_id] = asyncio.get_running_loop().create_future()
+        try:
+            async with asyncio.timeout(within_s):
+                post(MoveRequest(request_id, to))
+                failure = await answer
+        except TimeoutError:
+            text = f"no answer within {within_s:g} s: Stream.place says where the request is once it is known"
+            raise MoveError(text, request_id, "late") from None
+        finally:
+            self._answers.pop(request_id, None)
+        if failure is not None:
+            raise make_error(failure, request_id)
+
+    def answer(self, end: MoveEnd) -> None:
+        """Pass the answer to whoever waits for it still."""
+        answer = self._answers.get(end.request)
+        if answer is not None and not answer.done():
+            answer.set_result(end.failure)
+
+    def give_up(self, why: str) -> None:
+        """End all: nobody answers any more."""
+        for request_id in self._answers:
+            self.answer(MoveEnd(request_id, Failure("MoveError", why, {"reason": "ended"})))
+
+
+async def prepare_again(request: Request, life: str, processor: RequestProcessor) -> Prepared:
+    """Prepare a request once more for this life of it, off the loop: its media's inputs went with an instance.
+
+    Only its inputs are taken: its tokens and its seed stay as they are. A file or an address may have other
+    content by now: ``Prepared.contents`` tells. Raises nothing.
+    """
+    try:
+        made = await processor.aprocess(request)
+    except TrinityError as error:
+        kind = type(error).__name__ if isinstance(error, RequestError) else "RequestError"
+        text = f"an instance was lost with the request, and its media cannot be read once more: {error}"
+        return Prepared(life, failure=Failure(kind, text))
+    contents = tuple(span.content for span in made.work.media)
+    return Prepared(life, made.inputs, contents, input_bytes=made.input_bytes)

@@ -36,9 +36,8 @@ from trinity.pipeline.copies import serve_copies
 from trinity.pipeline.deploy import InstanceOptions, choose_rules_and_routing, choose_spread, make_instances
 from trinity.pipeline.features import Features, FeatureSource, read_features
 from trinity.pipeline.frontend_host import FrontendHost, PipelineState
-from trinity.pipeline.map_progress import Progress
 from trinity.pipeline.placement_changes import DRAIN_S, PlacementChanges
-from trinity.pipeline.request_map import MapResult, OnError, Requests, map_requests
+from trinity.pipeline.request_map import MapResult, OnError, Progress, Requests, map_requests
 from trinity.pipeline.served_instances import ServedInstances
 from trinity.pipeline.stream import Stream
 from trinity.placement import Placement

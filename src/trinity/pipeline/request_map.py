@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable, Iterable, Sequence, Sized
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
 from trinity.errors import ConfigError, RequestError
 from trinity.errors.arguments import Whole, check_value, show
-from trinity.pipeline.map_progress import MapProgress, Progress
+from trinity.errors.display import is_display_watched
 from trinity.pipeline.results_file import ResultsFile
 from trinity.request import Output, Request, check_request
 from trinity.runtime.shielded_wait import run_to_end, wait_shielded
@@ -18,6 +19,7 @@ from trinity.traces.trace import COMPLETE
 Requests = Iterable[Request] | AsyncIterable[Request]
 OnError = Literal["raise", "return"]
 MapResult = Output | RequestError
+Progress = Callable[[int, int | None], None]  # results so far, and how many there will be, where that is known
 ServeOne = Callable[[Request], Awaitable[Output]]
 READ_AHEAD = 2  # times the concurrency: requests taken from the iterable and not yet given back as results
 _END: Any = object()
@@ -189,3 +191,50 @@ def step_source(requests: Requests) -> Callable[[], Awaitable[Any]]:
 
 async def _next_at_once(each: Any) -> Any:
     return next(each, _END)
+
+
+class MapProgress:
+    """Counts results.
+
+    - ``shown``: a function to call, True for a bar, False for none; None shows a bar in a terminal or notebook.
+    - ``total``: how many there will be; None where nobody knows.
+
+    Raises ``ConfigError`` for anything else, and for True where tqdm is not installed.
+    """
+
+    def __init__(self, shown: bool | Progress | None, total: int | None) -> None:
+        if not (shown is None or isinstance(shown, bool) or callable(shown)):
+            raise ConfigError(f"progress is True, False, None or a function of two counts, got {show(shown)}")
+        self._report = shown if callable(shown) else None
+        self._total, self._count = total, 0
+        wanted = shown is True or (shown is None and is_display_watched())
+        self._make_bar = find_bar(required=shown is True) if wanted else None
+        self._bar: Any = None
+
+    def __enter__(self) -> MapProgress:
+        if self._make_bar is not None:
+            self._bar = self._make_bar(desc="requests", total=self._total, unit="", dynamic_ncols=True)
+        return self
+
+    def count(self) -> None:
+        """Count one result."""
+        self._count += 1
+        if self._report is not None:
+            self._report(self._count, self._total)
+        elif self._bar is not None:
+            self._bar.update()
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+
+
+def find_bar(*, required: bool) -> Callable[..., Any] | None:
+    """Return tqdm's bar; None where it is missing, which is a ``ConfigError`` if it is required."""
+    try:
+        found: Callable[..., Any] = import_module("tqdm").tqdm
+    except ImportError as error:
+        if required:
+            raise ConfigError("progress=True needs tqdm: pip install tqdm, or give a function") from error
+        return None
+    return found

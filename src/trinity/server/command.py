@@ -25,9 +25,11 @@ from trinity.core.frontend import MAX_WAITING_BYTES
 from trinity.errors import ConfigError
 from trinity.memory.freed_memory import return_large_at_once
 from trinity.pipeline import FailurePolicy, Pipeline
-from trinity.pipeline.host_options import TLS_FILES, Buddy, read_hosted_options
+from trinity.pipeline.deploy import read_hosted_options
 from trinity.preprocess import worker_processes
 from trinity.preprocess.media_limits import MediaLimits
+from trinity.remote.buddy import Buddy
+from trinity.remote.tls import TLS_FILES
 from trinity.server.acceptor import ConnectionAcceptor, OncePerMinute, default_connections
 from trinity.server.application import ModelServer
 from trinity.server.http_protocol import BoundedProtocol
