@@ -149,8 +149,15 @@ class PlacementChanges:
         """Begin one more instance."""
         after, began = [*self._served.specs, spec], time.perf_counter()
         loaded_at = await self._served.begin(spec, after)
-        now = time.perf_counter()
-        done = Switch(spec.name, "", spec.roles, 0.0, now - began, True, loaded_at - began)
+        done = Switch(
+            spec.name,
+            "",
+            spec.roles,
+            drain_s=0.0,
+            change_s=time.perf_counter() - began,
+            emptied=True,
+            migration_s=loaded_at - began,
+        )
         return self._note(done, after, began, began)
 
     async def _end(self, name: str, drain_s: float) -> Switch:
@@ -163,7 +170,8 @@ class PlacementChanges:
         after, began = [each for each in self._served.specs if each is not former], time.perf_counter()
         await self._served.end(name, emptying.wait, emptying.note_end)
         emptied, began = emptying.ended_at or began, emptying.began_at or began
-        done = Switch(name, former.roles, "", emptied - began, time.perf_counter() - emptied, emptying.emptied)
+        change_s = time.perf_counter() - emptied
+        done = Switch(name, former.roles, "", drain_s=emptied - began, change_s=change_s, emptied=emptying.emptied)
         return self._note(done, after, began, emptied)
 
     async def _begin_anew(self, spec: Instance, drain_s: float) -> Switch:
@@ -178,8 +186,17 @@ class PlacementChanges:
         loaded_at = await self._served.replace(spec, after, emptying.wait, emptying.note_end)
         now, ended = time.perf_counter(), emptying.ended_at
         left = emptying.began_at or ended  # the end of an instance that was lost meanwhile was not waited for
-        spent = (ended - left, now - ended, emptying.emptied, max(0.0, loaded_at - ended), left - began)
-        return self._note(Switch(spec.name, former.roles, spec.roles, *spent), after, left, ended)
+        done = Switch(
+            spec.name,
+            former.roles,
+            spec.roles,
+            drain_s=ended - left,
+            change_s=now - ended,
+            emptied=emptying.emptied,
+            migration_s=max(0.0, loaded_at - ended),
+            prepare_s=left - began,
+        )
+        return self._note(done, after, left, ended)
 
     def _note(self, done: Switch, after: list[Instance], began: float, emptied: float) -> Switch:
         """Take a change down: the instances as they are now, and its parts on the timeline."""
