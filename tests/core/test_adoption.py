@@ -20,7 +20,7 @@ from support.virtual.adoption import BuddyCluster
 from support.virtual.cluster import Durations, make_settings
 from support.virtual.conversation import label_reader
 from trinity.core import journal
-from trinity.core.frontend import frontend_adoption
+from trinity.core.frontend import frontend_core, frontend_request
 from trinity.core.journal import JournalKeeper, JournalWriter, Kept
 from trinity.core.messages import FRONTEND
 
@@ -156,14 +156,14 @@ def tokenless(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def uncounted(monkeypatch: pytest.MonkeyPatch) -> None:
     """A front end gives tokens again that were known to be out."""
-    make = frontend_adoption._make_entry
+    make = frontend_request.make_adopted
 
     def forgetful(*given: Any) -> Any:
         entry = make(*given)
         entry.delivered = 0
         return entry
 
-    monkeypatch.setattr(frontend_adoption, "_make_entry", forgetful)
+    monkeypatch.setattr(frontend_core, "make_adopted", forgetful)
 
 
 def repeating(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,7 +184,7 @@ def unending(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def one_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """An adopted request keeps the name of a life that it had."""
-    monkeypatch.setattr(frontend_adoption, "name_life", lambda key, number, attempt, owner: key.partition("@")[0])
+    monkeypatch.setattr(frontend_request, "name_life", lambda key, number, attempt, owner: key.partition("@")[0])
 
 
 def unforgiving(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from sweeps import virtual_runs
 from trinity.core.frontend import FrontendCore
 from trinity.core.frontend.frontend_request import FrontendRequest
 from trinity.core.instance.settings import Settings
-from trinity.core.messages import Tick
+from trinity.core.messages import Tick, Value
 
 AT_ALL = 80
 HAPPENS = (
@@ -103,12 +103,14 @@ def taking(monkeypatch: pytest.MonkeyPatch) -> None:
 def unsorted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of those whose time has come at once, whoever is first by its name goes first."""
 
-    def expire(self: FrontendCore, event: Tick, now: float) -> None:
+    def expire(self: FrontendCore, event: Tick, now: float) -> list[Value]:
+        out: list[Value] = []
         while (request := self._alarms.pop(now)) is not None:
             if self.entries[request].deadline <= now:
-                plain(self, event, now)
+                out += plain(self, event, now)
             else:
-                self._try_again(self.entries[request], now)
+                out += self._try_again(self.entries[request], now)
+        return out
 
     plain = FrontendCore._expire
     monkeypatch.setattr(FrontendCore, "_expire", expire)
@@ -118,10 +120,11 @@ def delivered_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """A token that is out is out again."""
     emitted = FrontendCore._emitted
 
-    def again(self: FrontendCore, entry: FrontendRequest, *rest: Any) -> None:
-        emitted(self, entry, *rest)
+    def again(self: FrontendCore, entry: FrontendRequest, *rest: Any) -> list[Value]:
+        out = emitted(self, entry, *rest)
         if entry.delivered > 2 and entry.former:
             entry.delivered -= 1
+        return out
 
     monkeypatch.setattr(FrontendCore, "_emitted", again)
 

@@ -291,16 +291,16 @@ def the_front_end_forgets_before_the_last_token(monkeypatch: pytest.MonkeyPatch)
         entry = self.entries.get(event.request)
         if entry is not None:
             entry.delivered = max(entry.delivered, event.count)
-            self._settle(entry, now)
+            result += self._settle(entry, now)
 
     around(monkeypatch, FrontendCore, "_finished", hasty)
 
 
 @broken
 def the_front_end_does_not_order_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    def any_order(self: FrontendCore, entry: Any, index: int, *rest: Any) -> None:
+    def any_order(self: FrontendCore, entry: Any, index: int, *rest: Any) -> list[Value]:
         entry.delivered = index
-        old(self, entry, index, *rest)
+        return old(self, entry, index, *rest)
 
     old = FrontendCore._emitted
     monkeypatch.setattr(FrontendCore, "_emitted", any_order)

@@ -10,8 +10,7 @@ from msgspec.structs import replace
 from support.core_tables import work
 from support.every_order import Search
 from support.thinned import thinned
-from support.virtual.cluster import make_settings
-from trinity.core.frontend import Abort, frontend_losses
+from trinity.core.frontend import Abort, frontend_request
 from trinity.core.instance.request_state import RequestState
 from trinity.core.instance.state import State
 from trinity.core.messages import Gone, Moved, Submit, Value
@@ -118,6 +117,6 @@ def test_a_first_token_that_nobody_has_is_missed(monkeypatch: pytest.MonkeyPatch
 
 def test_a_former_life_that_counts_as_up_is_missed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its words are the same, but what it was given is gone: no channel leads there any more."""
-    monkeypatch.setattr(frontend_losses, "lives_on", lambda router, life: True)
+    monkeypatch.setattr(frontend_request, "lives_on", lambda router, life: True)
     with pytest.raises(AssertionError, match="still waits"):
         search("EP+D", (IMAGE,), "D0", back=True).run()

@@ -84,7 +84,7 @@ def test_media_that_are_others_by_now_end_it() -> None:
 def test_inputs_that_came_along_are_sent_and_kept() -> None:
     core = recovering("E0 P0 D0")
     assert submitted(core.handle(adopt("r@x", 7, pieces=("cat", 1), inputs=("pixels",)), 0.0)).inputs == ("pixels",)
-    assert core.kept_bytes == 10
+    assert core.inputs.kept_bytes == 10
     core.handle(Abort("r@x", "cancelled"), 1.0)
     core.handle(Finished(request="r@x~1.1", attempt=1, reason="cancelled", count=1), 1.0)
     quiet(core)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from support.core_tables import emitted, make_frontend, sent, work
+from support.recovering import change_policy
 from trinity.core.failure_policy import FailurePolicy
 from trinity.core.frontend import MAX_WAITING_BYTES, Abort, End, FrontendCore
 from trinity.core.messages import PREEMPTED, Finished, PeerDown, PeerUp, Sampled, Submit, Tick, Value
@@ -35,17 +36,17 @@ def test_above_the_bound_a_request_is_too_large_or_has_to_wait() -> None:
     assert refusal(core.handle(submit("b", 60), 0.0)) == ""
     assert refusal(core.handle(submit("c", 41), 0.0)) == "Overloaded"
     assert refusal(core.handle(submit("d", 40), 0.0)) == ""
-    assert core.waiting_bytes == 100
+    assert core.inputs.waiting_bytes == 100
 
 
 def test_its_first_token_says_that_its_inputs_are_used() -> None:
     core = bounded(100)
     core.handle(submit("a", 100), 0.0)
     core.handle(emitted(("a", 0, 0, Sampled(7))), 0.1)
-    assert core.waiting_bytes == 0
+    assert core.inputs.waiting_bytes == 0
     assert refusal(core.handle(submit("b", 100), 0.2)) == ""
     core.handle(Finished(request="a", attempt=0, reason="length", count=1), 0.3)
-    assert core.waiting_bytes == 100
+    assert core.inputs.waiting_bytes == 100
 
 
 @pytest.mark.parametrize("reason", ["cancelled", "deadline"])
@@ -58,21 +59,21 @@ def test_what_nobody_waits_for_still_waits_at_its_instance(reason: str) -> None:
     assert refusal(core.handle(submit("b", 1), 2.1)) == "Overloaded"
     core.handle(PeerDown("E0"), 3.0)
     core.handle(PeerUp("E0", "E", 1, {"image": 8}), 4.0)
-    assert core.waiting_bytes == 0
+    assert core.inputs.waiting_bytes == 0
     assert refusal(core.handle(submit("b", 1), 4.1)) == ""
 
 
 def test_inputs_that_are_kept_to_be_sent_again_wait_to_the_first_token_and_are_kept_to_the_end() -> None:
     core = bounded(100)
-    core.failures = FailurePolicy(kept_bytes=100)
+    change_policy(core, FailurePolicy(kept_bytes=100))
     core.handle(PeerUp("D0", "D", 0, {"kv": 100}, returns=True), 0.0)
     core.handle(submit("a", 100), 0.0)
     core.handle(emitted(("a", 0, 0, Sampled(7))), 0.1)
-    assert (core.waiting_bytes, core.kept_bytes) == (0, 100)
+    assert (core.inputs.waiting_bytes, core.inputs.kept_bytes) == (0, 100)
     core.handle(Finished(request="a", attempt=0, reason=PREEMPTED, count=1, route=("E0", "P0", "D0")), 0.2)
-    assert (core.waiting_bytes, core.kept_bytes) == (0, 100)
+    assert (core.inputs.waiting_bytes, core.inputs.kept_bytes) == (0, 100)
     core.handle(Finished(request="a", attempt=1, reason="length", count=1, route=("E0", "P0", "D0")), 0.3)
-    assert (core.waiting_bytes, core.kept_bytes) == (0, 0)
+    assert (core.inputs.waiting_bytes, core.inputs.kept_bytes) == (0, 0)
 
 
 def test_the_count_is_that_of_the_requests_that_are_there_in_any_order_of_events() -> None:
@@ -94,10 +95,10 @@ def test_the_count_is_that_of_the_requests_that_are_there_in_any_order_of_events
                 ]
             )
             core.handle(event, float(step))
-            assert core.waiting_bytes == sum(entry.input_bytes for entry in core.entries.values()) <= 500
+            assert core.inputs.waiting_bytes == sum(entry.input_bytes for entry in core.entries.values()) <= 500
         for name in list(core.lives):
             core.handle(Finished(request=name, attempt=0, reason="error", cut=True), 50.0)
-        assert core.waiting_bytes == 0
+        assert core.inputs.waiting_bytes == 0
 
 
 def test_the_default_is_one_gigabyte() -> None:

@@ -14,12 +14,11 @@ from support.core_tables import brief, peer_up, sent, work
 from support.recovering import emit, end_of, recovering, told
 from trinity.core.failure_policy import FailurePolicy
 from trinity.core.frontend import Abort, FrontendCore, frontend_request
-from trinity.core.frontend.frontend_deaths import FrontendDeaths
 from trinity.core.frontend.frontend_request import FrontendRequest, Life
 from trinity.core.frontend.isolation import Isolation
+from trinity.core.frontend.poison_detection import PoisonDetector
 from trinity.core.messages import (
     NOWHERE,
-    Failure,
     Finished,
     Gone,
     Moved,
@@ -28,6 +27,7 @@ from trinity.core.messages import (
     PeerReserved,
     Submit,
     Tick,
+    Value,
 )
 
 
@@ -214,7 +214,7 @@ def test_who_comes_up_hears_also_what_is_reserved_no_longer() -> None:
 def test_who_is_suspected_has_no_helpers() -> None:
     """Each of them may die of an item, and none of these deaths would be known for its own."""
     core = recovering("E0 E1 E2 P0 D0")
-    core.spread, core.router.counts = 3, True
+    core.dispatch.spread, core.router.counts = 3, True
     assert len(brief(core.handle(Submit(work("r", "cat", "dog", "cow", 1, max_tokens=20)), 0.0))) > 1
     out = core.handle(PeerDown(core.entries["r"].first), 0.1)
     assert [each.work.request for each in sent(out, Submit)] == ["r~1.1"]
@@ -317,7 +317,7 @@ def deaf(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def untraced(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is said of a former life tells nothing."""
-    monkeypatch.setattr(FrontendDeaths, "_trace", lambda self, name, place, now: None)
+    monkeypatch.setattr(PoisonDetector, "trace", lambda self, entry, name, place, now: False)
 
 
 def unending(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -332,7 +332,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def unconcluded(monkeypatch: pytest.MonkeyPatch) -> None:
     """A death that is told late refuses nobody, and calls nobody back."""
-    monkeypatch.setattr(FrontendDeaths, "_conclude_from", lambda self, entry, now: None)
+    monkeypatch.setattr(FrontendCore, "_judge", lambda self, entry, now: [])
 
 
 def any_stage(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -343,13 +343,13 @@ def any_stage(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def as_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """A death was alone where that instance is empty as the news comes."""
-    plain = FrontendDeaths._count_death
+    plain = FrontendCore._go_on
 
-    def count(self: FrontendDeaths, entry: FrontendRequest, finished: Finished, now: float) -> Failure | None:
+    def go_on(self: FrontendCore, entry: FrontendRequest, *rest: Any) -> tuple[list[Value], Finished | None]:
         entry.alone_at = self.isolation.empty_places(entry)
-        return plain(self, entry, finished, now)
+        return plain(self, entry, *rest)
 
-    monkeypatch.setattr(FrontendDeaths, "_count_death", count)
+    monkeypatch.setattr(FrontendCore, "_go_on", go_on)
 
 
 def unopened(monkeypatch: pytest.MonkeyPatch) -> None:

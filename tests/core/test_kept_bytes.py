@@ -13,7 +13,7 @@ from support.core_tables import brief, emitted, peer_up, work
 from support.recovering import recovering, told
 from trinity.core.frontend import Abort, FrontendCore
 from trinity.core.frontend.frontend_request import FrontendRequest
-from trinity.core.frontend.frontend_starts import FrontendStarts
+from trinity.core.frontend.inputs import Inputs
 from trinity.core.frontend.messages import Prepare, Prepared
 from trinity.core.messages import Finished, Gone, PeerDown, Sampled, Submit, Tick, Value
 
@@ -110,9 +110,9 @@ def check_bytes(core: FrontendCore, sizes: dict[str, int], seen: Counter[str]) -
     """Recount: beyond the bound those that wait alone hold something, which ``max_waiting_bytes`` bounds."""
     held = {entry.id: sum(map(len, entry.inputs)) for entry in core.entries.values()}
     kept = sum(size for name, size in held.items() if not core.entries[name].dropped)
-    assert kept == core.kept_bytes == sum(entry.kept_bytes for entry in core.entries.values())
+    assert kept == core.inputs.kept_bytes == sum(entry.kept_bytes for entry in core.entries.values())
     assert kept <= core.failures.kept_bytes
-    assert core.waiting_bytes == sum(entry.input_bytes for entry in core.entries.values())
+    assert core.inputs.waiting_bytes == sum(entry.input_bytes for entry in core.entries.values())
     for entry in core.entries.values():
         if entry.dropped and held[entry.id]:
             assert entry.waits, f"{entry.id} holds {held[entry.id]} bytes that are not to be kept"
@@ -135,7 +135,7 @@ def run(seed: int) -> Counter[str]:
         own: dict[str, Any] = {"request": entry.work.request, "attempt": entry.work.attempt}
         traffic.handle(Finished(**own, reason="cancelled", count=entry.delivered))
     core = traffic.core
-    assert (core.entries, core.kept_bytes, core.waiting_bytes) == ({}, 0, 0)
+    assert (core.entries, core.inputs.kept_bytes, core.inputs.waiting_bytes) == ({}, 0, 0)
     return traffic.seen
 
 
@@ -156,15 +156,15 @@ def is_noticed() -> bool:
 
 
 def unbounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    def keep(self: FrontendStarts, entry: FrontendRequest) -> None:
+    def keep(self: Inputs, entry: FrontendRequest, *, again: bool) -> None:
         entry.kept_bytes = entry.input_bytes
         self.kept_bytes += entry.kept_bytes
 
-    monkeypatch.setattr(FrontendStarts, "_keep_inputs", keep)
+    monkeypatch.setattr(Inputs, "_keep", keep)
 
 
 def uncounted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FrontendStarts, "_keep_inputs", lambda self, entry: None)
+    monkeypatch.setattr(Inputs, "_keep", lambda self, entry, again: None)
 
 
 def hoarding(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,5 +188,5 @@ def test_a_bound_that_is_not_kept_is_noticed(broken: Any, monkeypatch: pytest.Mo
 def test_a_request_beyond_the_bound_is_served_and_prepared_again() -> None:
     core = recovering("E0 P0 P1 D0", kept_bytes=BOUND)
     core.handle(Submit(work("r", "cat", 1), (bytes(101),), input_bytes=101), 0.0)
-    assert (core.kept_bytes, core.entries["r"].inputs) == (0, ())
+    assert (core.inputs.kept_bytes, core.entries["r"].inputs) == (0, ())
     assert brief(core.handle(told("r", 0), 1.0))[-1] == "prepare r~1.1"

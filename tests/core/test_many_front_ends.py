@@ -25,7 +25,7 @@ from trinity.core.instance import arrival, front_ends, instance_core, peers
 from trinity.core.instance.decode_batch import DecodeBatch
 from trinity.core.instance.state import State
 from trinity.core.life_names import LifeNames, name_life
-from trinity.core.messages import FRONTEND, Release, Send, Submit
+from trinity.core.messages import FRONTEND, Release, Send, Submit, Value
 from trinity.core.migration import leases, target
 from trinity.core.values import FrontendUp
 
@@ -220,10 +220,11 @@ def misowned(monkeypatch: pytest.MonkeyPatch) -> None:
     """A request does not say whose it is."""
     submit = FrontendCore._submit
 
-    def plain(self: FrontendCore, *given: Any) -> None:
+    def plain(self: FrontendCore, *given: Any) -> list[Value]:
         own, self.name = self.name, FRONTEND
-        submit(self, *given)
+        out = submit(self, *given)
         self.name = own
+        return out
 
     monkeypatch.setattr(FrontendCore, "_submit", plain)
 
@@ -259,6 +260,6 @@ def test_ends_of_all_by_the_death_of_one_are_noticed(monkeypatch: pytest.MonkeyP
 
 def test_a_count_of_its_own_makes_a_new_front_end_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
     """The control of the test of turns: without the numbers of others the new one begins at one."""
-    monkeypatch.setattr(FrontendCore, "_loaded", lambda self, event, now: self.router.take(event))
+    monkeypatch.setattr(FrontendCore, "_loaded", lambda self, event, now: self.router.take(event) or [])
     with pytest.raises(AssertionError):
         test_one_that_comes_later_is_served_in_turn()

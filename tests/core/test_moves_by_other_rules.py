@@ -13,7 +13,7 @@ from support.moving import commit_on_its_way, run, target_dies, target_stands_st
 from support.other_rules import BROKEN as BROKEN_RUN
 from support.other_rules import is_noticed
 from support.thinned import thinned
-from trinity.core.frontend import frontend_core, frontend_losses
+from trinity.core.frontend import frontend_core, frontend_request
 from trinity.core.frontend.frontend_request import FrontendRequest
 from trinity.core.frontend.messages import MoveEnd
 from trinity.core.instance import instance_core, lifecycle, peers
@@ -145,7 +145,7 @@ def a_refusal_behind_the_commit_of_which_nobody_hears(patch: Patch) -> None:
 
 @broken
 def a_front_end_that_takes_a_lost_sender_for_one_that_is_up(patch: Patch) -> None:
-    patch.setattr(frontend_losses, "lives_on", lambda router, life: True)
+    patch.setattr(frontend_request, "lives_on", lambda router, life: True)
 
 
 @broken

@@ -35,7 +35,7 @@ def play(poison: Poison, limit: int = 300_000) -> Counter[str]:
     check_readers_of(poison)
     core = cluster.frontend
     assert (core.isolation.ward, core.isolation.places) == ("", {})
-    assert (core.waiting_bytes, core.kept_bytes, core.retries.active) == (0, 0, set())
+    assert (core.inputs.waiting_bytes, core.inputs.kept_bytes, core.dispatch.retries.active) == (0, 0, set())
     assert not any(each.state.reserved_as for name, each in cluster.cores.items() if name not in cluster.lives.dead)
     for name, outcome in cluster.outcomes.items():
         assert outcome.end is not None
@@ -202,7 +202,7 @@ def unforgiven(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def unlifted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody is told that an instance is open again."""
-    monkeypatch.setattr(FrontendCore, "_retry_waiting", lambda self, now: None)
+    monkeypatch.setattr(FrontendCore, "_retry_waiting", lambda self, now: [])
 
 
 def convicted(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ from support.virtual.cluster import Durations, VirtualCluster, make_settings
 from trinity.core.failure_policy import FailurePolicy
 from trinity.core.frontend import FrontendCore, frontend_core, frontend_request
 from trinity.core.frontend.frontend_request import FrontendRequest
-from trinity.core.messages import FRONTEND, Send, Submit
+from trinity.core.messages import FRONTEND, Forget, Gone, Moved, Send, Submit, Value
 from trinity.core.scheduler import BatchRules
 from trinity.core.transfers import TransferPolicy
 
@@ -40,7 +40,7 @@ def run(seed: int, failures: FailurePolicy = POLICY, limit: int = 1_000_000) -> 
     except BaseException as error:
         error.add_note(f"deadly_cluster({seed}, failures={failures})")
         raise
-    assert (cluster.frontend.waiting_bytes, cluster.frontend.kept_bytes) == (0, 0)
+    assert (cluster.frontend.inputs.waiting_bytes, cluster.frontend.inputs.kept_bytes) == (0, 0)
     return cluster
 
 
@@ -179,9 +179,8 @@ def unforgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     """The instances of a former life go on with it."""
     kept = FrontendCore._forget
 
-    def forget(self: FrontendCore, request: str, *rest: Any) -> None:
-        if request not in self.lives or self.lives[request].lost is None:
-            kept(self, request, *rest)
+    def forget(self: FrontendCore, request: str, *rest: Any) -> list[Value]:
+        return kept(self, request, *rest) if request not in self.lives or self.lives[request].lost is None else []
 
     monkeypatch.setattr(FrontendCore, "_forget", forget)
 
@@ -189,10 +188,13 @@ def unforgotten(monkeypatch: pytest.MonkeyPatch) -> None:
 def unanswered(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who takes in a former life, after all others were told to forget it, hears nothing."""
 
-    def current(self: FrontendCore, request: str, attempt: int, speaker: str) -> FrontendRequest | None:
-        return self.lives.get(request)
+    disown = FrontendCore._disown
 
-    monkeypatch.setattr(FrontendCore, "_current", current)
+    def say_nothing(self: FrontendCore, event: Moved | Gone, *rest: Any) -> list[Value]:
+        forget = Forget(event.request, event.attempt)
+        return [each for each in disown(self, event, *rest) if not (isinstance(each, Send) and each.message == forget)]
+
+    monkeypatch.setattr(FrontendCore, "_disown", say_nothing)
 
 
 def unsaid(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,7 +232,7 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def deaf(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that waits does not go on as its instance comes back."""
-    monkeypatch.setattr(FrontendCore, "_try_again", lambda self, entry, now: None)
+    monkeypatch.setattr(FrontendCore, "_try_again", lambda self, entry, now: [])
 
 
 def unwaiting(monkeypatch: pytest.MonkeyPatch) -> None:

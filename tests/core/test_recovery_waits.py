@@ -8,7 +8,7 @@ import pytest
 from msgspec.structs import replace
 
 from support.core_tables import brief, make_frontend, peer_up, sent, work
-from support.recovering import AT_D0, LEFT, emit, end_of, quiet, recovering, submitted, table, told
+from support.recovering import AT_D0, LEFT, change_policy, emit, end_of, quiet, recovering, submitted, table, told
 from trinity.core.failure_policy import FailurePolicy
 from trinity.core.frontend import Abort
 from trinity.core.frontend.messages import Prepare, Prepared
@@ -95,7 +95,7 @@ def test_no_waiting_at_all() -> None:
 
 def test_one_that_fits_may_come_back_and_one_that_never_did_is_not_waited_for() -> None:
     core = make_frontend("E0 D0")
-    core.failures = FailurePolicy()
+    change_policy(core, FailurePolicy())
     core.handle(peer_up("P0", kv=1), 0.0)
     core.handle(peer_up("P1", kv=9), 0.0)
     core.handle(PeerDown("P1"), 0.0)
@@ -105,7 +105,7 @@ def test_one_that_fits_may_come_back_and_one_that_never_did_is_not_waited_for() 
 
 def test_prompt_and_outputs_that_no_longer_fit_are_a_typed_error() -> None:
     core = make_frontend("E0 D0")
-    core.failures = FailurePolicy()
+    change_policy(core, FailurePolicy())
     core.handle(peer_up("P0", kv=2), 0.0)
     core.handle(Submit(work("r", "cat", 1, max_tokens=20)), 0.0)
     core.handle(emit("r", 0, *((index, 7) for index in range(9))), 1.0)
@@ -180,10 +180,10 @@ def test_inputs_are_kept_within_a_bound_and_sent_again() -> None:
     core = recovering(kept_bytes=100)
     core.handle(with_pixels(60), 0.0)
     core.handle(replace(with_pixels(41), work=work("s", "cat", 1)), 0.0)
-    assert (core.kept_bytes, core.waiting_bytes) == (60, 101)
+    assert (core.inputs.kept_bytes, core.inputs.waiting_bytes) == (60, 101)
     assert submitted(core.handle(told("r", 0), 1.0)).inputs == ("pixels",)
     core.handle(emit("r~1.1", 1, (0, 5)), 2.0)
-    assert (core.kept_bytes, core.waiting_bytes) == (60, 41)
+    assert (core.inputs.kept_bytes, core.inputs.waiting_bytes) == (60, 41)
 
 
 def test_inputs_that_are_not_kept_are_made_again() -> None:
@@ -196,13 +196,13 @@ def test_inputs_that_are_not_kept_are_made_again() -> None:
     assert not sent(out, Submit)
     assert not core.handle(PeerUp("E9", "E", 0), 1.5), "it is being prepared: not twice at once"
     contents = tuple(span.content for span in core.entries["r"].work.media)
-    assert core.waiting_bytes == 0, "there are none until then"
+    assert core.inputs.waiting_bytes == 0, "there are none until then"
     again = submitted(core.handle(Prepared("r~1.1", ("new pixels",), contents, input_bytes=60), 2.0))
     assert (again.inputs, again.work.request) == (("new pixels",), "r~1.1")
     assert core.entries["r"].inputs == ()
-    assert core.waiting_bytes == 60
+    assert core.inputs.waiting_bytes == 60
     core.handle(emit("r~1.1", 1, (0, 5)), 3.0)
-    assert core.waiting_bytes == 0
+    assert core.inputs.waiting_bytes == 0
 
 
 def test_inputs_that_are_made_again_count_until_the_next_token() -> None:
@@ -213,13 +213,13 @@ def test_inputs_that_are_made_again_count_until_the_next_token() -> None:
     core.handle(told("r", 0), 1.0)
     contents = tuple(span.content for span in core.entries["r"].work.media)
     for life, then in (("r~1.1", told("r~1.1", 1)), ("r~1.2", None)):
-        assert core.waiting_bytes == 0
+        assert core.inputs.waiting_bytes == 0
         core.handle(Prepared(life, ("new pixels",), contents, input_bytes=60), 2.0)
-        assert core.waiting_bytes == 60
+        assert core.inputs.waiting_bytes == 60
         if then is not None:
             core.handle(then, 3.0)
     core.handle(emit("r~1.2", 2, (1, 6)), 4.0)
-    assert core.waiting_bytes == 0
+    assert core.inputs.waiting_bytes == 0
 
 
 @pytest.mark.parametrize(

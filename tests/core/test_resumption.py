@@ -13,7 +13,7 @@ from support.virtual.cluster import Durations, VirtualCluster, make_settings
 from support.virtual.lives import Kill
 from trinity.core.block_pool import DIGEST, prefix_keys
 from trinity.core.failure_policy import FailurePolicy
-from trinity.core.frontend import frontend_starts
+from trinity.core.frontend import dispatch
 from trinity.core.messages import (
     KV,
     Failure,
@@ -218,13 +218,13 @@ def test_one_that_encodes_and_prefills_is_come_back_to() -> None:
 
 
 def test_without_that_choice_all_is_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frontend_starts, "find_cached", lambda *rest: None)
-    monkeypatch.setattr(frontend_starts, "name_holder", lambda router, work, tokens, first, but: (work, first))
+    monkeypatch.setattr(dispatch, "find_cached", lambda *rest: None)
+    monkeypatch.setattr(dispatch, "name_holder", lambda router, work, tokens, first, but: (work, first))
     assert computed(run("E+2P+2D", "D0", DECODES[0]))[0] > 80
 
 
 def test_where_it_was_evicted_meanwhile_it_goes_on_by_way_of_an_encoder(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frontend_starts, "find_cached", lambda *rest: "P0")
+    monkeypatch.setattr(dispatch, "find_cached", lambda *rest: "P0")
     cluster = run("E+2P+2D", "D0", 1.5, prefix_cache=False, image_cache=False)
     end = cluster.outcomes["r"].end
     assert end is not None

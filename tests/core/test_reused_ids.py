@@ -20,7 +20,7 @@ def run(seed: int, policy: FailurePolicy) -> int:
     readers = Reusers(cluster, 4)
     cluster.run(300_000)
     core = cluster.frontend
-    assert (core.entries, core.lives, core.waiting, core.kept_bytes) == ({}, {}, 0, 0)
+    assert (core.entries, core.lives, core.waiting, core.inputs.kept_bytes) == ({}, {}, 0, 0)
     assert not any(each.state.requests for each in cluster.cores.values())
     return readers.reused.total()
 

@@ -18,7 +18,7 @@ from support.storms import watch_storms
 from support.thinned import thinned
 from support.virtual.cluster import VirtualCluster, make_settings
 from trinity.core.failure_policy import FailurePolicy
-from trinity.core.frontend import Abort, FrontendCore, frontend_core, frontend_starts
+from trinity.core.frontend import Abort, FrontendCore, frontend_core, inputs
 from trinity.core.frontend.frontend_request import Life
 from trinity.core.frontend.messages import Prepare, Prepared
 from trinity.core.messages import NOWHERE, Finished, PeerDown, PeerEmpty, Submit, Tick, Value
@@ -72,19 +72,21 @@ def test_one_that_is_lost_again_goes_behind_older_ones_and_ahead_of_younger(monk
     out = brief(core.handle(told("b~2.1", 1), 3.0))
     assert out == ["P0: forget b~2.1", "P0: submit b~2.2"], "it is the oldest of those that wait"
     core.handle(emit("b~2.2", 2, (0, 5)), 3.5)
-    assert core.retries.active == {"a", "c"}
+    assert core.dispatch.retries.active == {"a", "c"}
     out = brief(core.handle(told("c~3.1", 1), 4.0))
     assert out == ["P0: forget c~3.1", "P0: submit c~3.2"]
 
 
 def test_one_that_waits_for_its_stage_has_no_turn_meanwhile() -> None:
     core = with_four(recoveries=9)
-    assert core.retries.active == set()
+    assert core.dispatch.retries.active == set()
     back(core)
     core.handle(told("a~1.1", 1, cause=NOWHERE), 3.0)
-    assert core.retries.active == {"b", "c"}, "it makes a pause"
+    assert core.dispatch.retries.active == {"b", "c"}, "it makes a pause"
     core.handle(PeerDown("P0"), 3.0)
-    assert (core.retries.active, core.retries.waiting) == (set(), {}), "nor has one whose stage is away"
+    assert (core.dispatch.retries.active, core.dispatch.retries.waiting) == (set(), {}), (
+        "nor has one whose stage is away"
+    )
     core.handle(Tick(), 3.2)
     assert brief(core.handle(replace(peer_up("P0"), epoch=2), 4.0)) == ["P0: submit a~1.2", "P0: submit b~2.2"]
 
@@ -112,7 +114,7 @@ def test_one_that_runs_alone_no_more_takes_no_turn_ahead_of_older_ones_that_wait
     assert brief(core.handle(said, 3.0)) == ["E0: submit b~2.1"]
     out = [line for line in brief(core.handle(unread("b~2.1", 1), 4.0)) if "submit" in line]
     assert out == ["E0: submit a~1.1"], "the death is withdrawn: it is like others now, and younger"
-    assert core.retries.waiting == {"b": 2}
+    assert core.dispatch.retries.waiting == {"b": 2}
     out = brief(core.handle(emit("a~1.1", 1, (0, 5)), 5.0))
     assert out == ["deliver a#0=5", "E0: submit b~2.2"]
 
@@ -121,7 +123,7 @@ def test_one_that_waits_for_a_turn_and_is_to_run_alone_then_waits_for_no_turn() 
     """Its turn came while it ran, and the same life was sent a second time."""
     core = with_four(retry_floor=1, deaths=3, alone_after=2)
     back(core)
-    assert core.retries.waiting == {"b": 2, "c": 3, "d": 4}
+    assert core.dispatch.retries.waiting == {"b": 2, "c": 3, "d": 4}
     entry = core.entries["b"]
     entry.leave_behind({Life("D0", 0): False}, 2.5)
     core.handle(PeerDown("D0"), 2.5)
@@ -129,7 +131,7 @@ def test_one_that_waits_for_a_turn_and_is_to_run_alone_then_waits_for_no_turn() 
     assert entry.is_suspect(core.failures)
     core._try_again(entry, 2.7)
     assert core.isolation.ward == "b"
-    assert "b" not in core.retries.waiting
+    assert "b" not in core.dispatch.retries.waiting
 
 
 def unread(name: str, attempt: int) -> Finished:
@@ -178,7 +180,7 @@ def asked(out: list[Value]) -> list[str]:
 
 
 def test_inputs_are_prepared_again_for_so_many_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(frontend_starts, "PREPARED_AT_ONCE", 2)
+    monkeypatch.setattr(inputs, "PREPARED_AT_ONCE", 2)
     core = recovering("E0 P0 D0", kept_bytes=0)
     for name in "abcde":
         core.handle(Submit(work(name, "cat", 1), ("pixels",), input_bytes=9), 0.0)
@@ -192,7 +194,7 @@ def test_inputs_are_prepared_again_for_so_many_at_once(monkeypatch: pytest.Monke
     assert not core.handle(Prepared("a~1.1", ("new",), contents), 4.5)
     for life in ("c~3.1", "e~5.1"):
         assert brief(core.handle(Prepared(life, ("new",), contents), 5.0)) == [f"E0: submit {life}"]
-    assert not core.preparations.active
+    assert not core.inputs.preparations.active
 
 
 # ---------------------------------------------------------------- in virtual time
@@ -245,7 +247,7 @@ def replace_policy(**named: Any) -> FailurePolicy:
 
 def test_the_default_holds_nobody_back_in_small_pipelines() -> None:
     cluster = run(3, FailurePolicy())
-    assert not cluster.frontend.retries.waiting
+    assert not cluster.frontend.dispatch.retries.waiting
     quiet(cluster.frontend)
 
 
@@ -264,7 +266,7 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def unawakened(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody is told that there is a turn."""
-    monkeypatch.setattr(FrontendCore, "_begin_next", lambda self, now: None)
+    monkeypatch.setattr(FrontendCore, "_begin_next", lambda self, now: [])
 
 
 def overtaking(monkeypatch: pytest.MonkeyPatch) -> None:

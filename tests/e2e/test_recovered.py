@@ -152,7 +152,7 @@ async def test_a_request_that_comes_while_its_stage_is_away_waits_for_it(victim:
         assert [each.token_ids for each in (*outputs, await first)] == [*wanted()[:2], wanted()[0]]
         assert [each.lives for each in outputs] == [1, 1], "it waited, and was not lost"
         core = pipe._frontend.core
-        assert (core.kept_bytes, core.waiting_bytes, pipe.processor.room.taken) == (0, 0, 0)
+        assert (core.inputs.kept_bytes, core.inputs.waiting_bytes, pipe.processor.room.taken) == (0, 0, 0)
         assert pipe.processes[victim] is not old
 
 

@@ -32,7 +32,7 @@ async def test_inputs_that_wait_count_as_bytes_of_their_clients(end: str, monkey
                 task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await pipe.wait_idle()
-        assert (room.taken, pipe._frontend.core.waiting_bytes) == (0, 0)
+        assert (room.taken, pipe._frontend.core.inputs.waiting_bytes) == (0, 0)
         assert not room._queue.turns._clients
 
 

@@ -261,7 +261,7 @@ async def test_more_bytes_than_may_wait_are_refused_and_nobody_is_lost(monkeypat
         assert all(isinstance(each, Overloaded) and "max_waiting_bytes" in str(each) for each in refused)
         assert len(found) - len(refused) >= 4
         await pipe.wait_idle()
-        assert pipe._frontend.core.waiting_bytes == 0
+        assert pipe._frontend.core.inputs.waiting_bytes == 0
     async with emulated(max_waiting_bytes=99) as pipe, asyncio.timeout(LIVENESS_S):
         with pytest.raises(RequestTooLarge, match="max_waiting_bytes"):
             await pipe.complete(requests[0])

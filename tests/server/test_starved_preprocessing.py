@@ -83,6 +83,6 @@ async def test_texts_and_pictures_of_others_are_served(forked_workers: None, pro
         for body in (picture, chat_body(max_tokens=1)):
             assert (await served.http.post(CHAT, json=body, headers=own, timeout=LIVENESS_S)).status_code == 200
         await settled(served.pipe)
-        assert (processor.room.taken, served.pipe._frontend.core.waiting_bytes) == (0, 0)
+        assert (processor.room.taken, served.pipe._frontend.core.inputs.waiting_bytes) == (0, 0)
         assert not any("of the" in str(row) for row in served.pipe.trace)
     assert set(answered) == {200}

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from random import Random
 
+from support.recovering import change_policy
 from support.scenarios import pressed_cluster, random_cluster
 from support.virtual.cluster import VirtualCluster
 from trinity.core.failure_policy import NO_RECOVERY, FailurePolicy
@@ -28,7 +29,7 @@ def deadly_cluster(
     draw = Random(seed + 4_000_000_007)
     pressed = draw.random() < 0.25 and not encode_only
     cluster = pressed_cluster(seed, placement) if pressed else random_cluster(seed, placement, encode_only=encode_only)
-    cluster.frontend.failures = failures
+    change_policy(cluster.frontend, failures)
     names = list(cluster.cores)
     for _ in range(draw.choice([1, 1, 1, 2, 3, 6]) if kills else 0):
         back = draw.choice([0.05, 0.5, 2.0, None])
@@ -44,7 +45,7 @@ def switching_cluster(seed: int, failures: FailurePolicy = NO_RECOVERY, deaths: 
     """
     draw = Random(seed + 5_000_000_011)
     cluster = deadly_cluster(seed, failures=failures) if deaths and draw.random() < 0.7 else random_cluster(seed)
-    cluster.frontend.failures = failures
+    change_policy(cluster.frontend, failures)
     own = {name: core.settings for name, core in cluster.cores.items()}
     letters = sorted({letter for settings in own.values() for letter in settings.roles}, key="EPD".index)
     pools = {kind: max(each.pools.get(kind, 0) for each in own.values()) for kind in ("image", "kv")}

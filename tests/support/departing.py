@@ -12,6 +12,7 @@ from msgspec.structs import replace as replace_work
 from support.deadly import deadly_cluster
 from support.moving import POLICY, WIDE, moves_of
 from support.reader_checks import check_readers
+from support.recovering import change_policy
 from support.scenarios import KV_BLOCK, MEDIA_BLOCK, largest_need, pressed_cluster, random_cluster, random_works
 from support.virtual.cluster import Durations, Faults, VirtualCluster, make_settings
 from support.virtual.lives import Kill
@@ -35,7 +36,7 @@ def departing_cluster(seed: int, deaths: bool = True) -> VirtualCluster:
     else:
         make = pressed_cluster if kind < 0.3 else random_cluster if kind < 0.4 else long_cluster
         cluster = make(seed, placement)
-        cluster.frontend.failures = POLICY
+        change_policy(cluster.frontend, POLICY)
     if kind > 0.7 and deaths:
         for _ in range(draw.choice([1, 2])):
             cluster.kill(draw.choice(list(cluster.cores)), draw.uniform(0.5, 4.0), draw.choice([0.1, 1.0]))
@@ -115,7 +116,7 @@ def run(seed: int, deaths: bool = True, limit: int = 1_000_000) -> VirtualCluste
     try:
         cluster.run(limit)
         check_readers(cluster)
-        assert (cluster.frontend.waiting_bytes, cluster.frontend.kept_bytes) == (0, 0)
+        assert (cluster.frontend.inputs.waiting_bytes, cluster.frontend.inputs.kept_bytes) == (0, 0)
     except BaseException as error:
         error.add_note(f"departing_cluster({seed}, {deaths})")
         raise

@@ -7,7 +7,7 @@ from random import Random
 from msgspec.structs import replace
 
 from support.deadly import deadly_cluster
-from support.virtual.cluster import VirtualCluster
+from support.recovering import change_policy
 from trinity.core.failure_policy import NO_RECOVERY, FailurePolicy
 from trinity.core.frontend import FrontendCore
 from trinity.core.messages import FRONTEND
@@ -21,12 +21,12 @@ def give_policy(cluster: VirtualCluster, failures: FailurePolicy) -> None:
 
     def make(name: str) -> FrontendCore:
         core = made(name)
-        core.failures = failures
+        change_policy(core, failures)
         return core
 
     cluster.make_frontend = make
     for core in cluster.frontends.values():
-        core.failures = failures
+        change_policy(core, failures)
 
 
 def shared_cluster(seed: int, failures: FailurePolicy = NO_RECOVERY, kills: bool = True) -> VirtualCluster:

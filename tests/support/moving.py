@@ -9,6 +9,7 @@ from random import Random
 from support.core_tables import work
 from support.deadly import deadly_cluster
 from support.reader_checks import check_readers
+from support.recovering import change_policy
 from support.scenarios import PLACEMENTS, pressed_cluster, random_cluster
 from support.virtual.cluster import Durations, VirtualCluster, make_settings
 from trinity.core.failure_policy import FailurePolicy
@@ -72,7 +73,7 @@ def moving_cluster(seed: int, deaths: bool = True) -> VirtualCluster:
         cluster = deadly_cluster(seed, placement, failures=POLICY)
     else:
         cluster = (pressed_cluster if kind < 0.65 else random_cluster)(seed, placement)
-        cluster.frontend.failures = POLICY
+        change_policy(cluster.frontend, POLICY)
     move_s, precopy = draw.choice([0.1, 0.5, 5.0]), PRECOPY[seed % 3]
     for core in cluster.cores.values():
         own = core.settings  # of its next lives as well
@@ -96,7 +97,7 @@ def run(seed: int, limit: int = 1_000_000) -> VirtualCluster:
     try:
         cluster.run(limit)
         check_readers(cluster)
-        assert (cluster.frontend.waiting_bytes, cluster.frontend.kept_bytes) == (0, 0)
+        assert (cluster.frontend.inputs.waiting_bytes, cluster.frontend.inputs.kept_bytes) == (0, 0)
     except BaseException as error:
         error.add_note(f"moving_cluster({seed})")
         raise

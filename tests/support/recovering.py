@@ -12,9 +12,12 @@ from trinity.core.messages import Emit, Failure, Finished, Moved, Sampled, Submi
 
 
 def recovering(peers: str = "E0 P0 P1 D0 D1", **policy: Any) -> FrontendCore:
-    core = make_frontend(peers)
-    core.failures = FailurePolicy(**policy)
-    return core
+    return make_frontend(peers, failures=FailurePolicy(**policy))
+
+
+def change_policy(core: FrontendCore, failures: FailurePolicy) -> None:
+    """Have a front end that is made already survive losses by this policy."""
+    core.failures = core.dispatch.failures = core.inputs.failures = core.poison.failures = failures
 
 
 def emit(name: str, attempt: int, *tokens: tuple[int, int]) -> Emit:
@@ -34,7 +37,7 @@ def table(core: FrontendCore, rows: Iterable[Row], now: float = 0.0) -> None:
 
 def quiet(core: FrontendCore) -> None:
     assert (core.entries, core.lives, core.waiting, core.next_timer()) == ({}, {}, 0, None)
-    assert (core.waiting_bytes, core.kept_bytes) == (0, 0)
+    assert (core.inputs.waiting_bytes, core.inputs.kept_bytes) == (0, 0)
 
 
 TO_P0, TO_D0 = Moved("r", 0, "P0", 1), Moved("r", 0, "D0", 2, 0, "P0", 0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from support.virtual.cluster import VirtualCluster
 from trinity.core.frontend import FrontendCore
 from trinity.core.frontend.frontend_request import FrontendRequest
-from trinity.core.frontend.frontend_starts import PREPARED_AT_ONCE
+from trinity.core.frontend.inputs import PREPARED_AT_ONCE
 from trinity.core.frontend.messages import Prepare
 from trinity.core.messages import FRONTEND, Send, Submit, Value
 
@@ -34,26 +34,31 @@ class StormCheck:
             entry = self.core.lives.get(command.message.work.request)
             kept = command.message.work.request in self._had
             if entry is not None and entry.former and not entry.work.alone and not kept:
-                older = [age for age in self.core.retries.waiting.values() if age < entry.work.number]
+                older = [age for age in self.core.dispatch.retries.waiting.values() if age < entry.work.number]
                 assert not older, f"{entry.id} goes ahead of {older}"
         if isinstance(command, Prepare):
-            assert len(self.core.preparations.active) <= PREPARED_AT_ONCE
+            assert len(self.core.inputs.preparations.active) <= PREPARED_AT_ONCE
 
     def after_event(self, name: str) -> None:
         if name == FRONTEND:
             entries = self.core.entries.values()
             found = sum(is_going_on(each) and not each.work.alone for each in entries)
             assert found <= self.core.failures.most_retries(0), f"{found} go on at once"
-            self.most, self.held = max(self.most, found), self.held + bool(self.core.retries.waiting)
-            self._had = {self.core.entries[name].work.request for name in self.core.retries.active}
-            assert set(self.core.retries.waiting) | self.core.retries.active <= set(self.core.entries)
+            self.most, self.held = max(self.most, found), self.held + bool(self.core.dispatch.retries.waiting)
+            self._had = {self.core.entries[name].work.request for name in self.core.dispatch.retries.active}
+            assert set(self.core.dispatch.retries.waiting) | self.core.dispatch.retries.active <= set(self.core.entries)
 
     def lost(self, name: str) -> None:
         """Nothing."""
 
     def at_end(self) -> None:
         core = self.core
-        left = core.retries.active, core.retries.waiting, core.preparations.active, core.preparations.waiting
+        left = (
+            core.dispatch.retries.active,
+            core.dispatch.retries.waiting,
+            core.inputs.preparations.active,
+            core.inputs.preparations.waiting,
+        )
         assert left == (set(), {}, set(), {}), f"turns that nobody gave back: {left}"
 
 

@@ -15,6 +15,7 @@ from random import Random
 from support.deadly import change_roles
 from support.moving import PRECOPY, Mover
 from support.poisoned import Poison, choose_poison
+from support.recovering import change_policy
 from support.scenarios import PLACEMENTS, pressed_cluster, random_cluster
 from support.spread_clusters import PLACEMENTS as WITH_HELPERS
 from support.spread_clusters import spread_cluster, suspect_some
@@ -192,8 +193,8 @@ def _make_cluster(seed: int, draw: Random, failures: FailurePolicy) -> VirtualCl
         lambda: random_cluster(seed, placement, encode_only=draw.choice([0.0, 0.0, 0.3])),
     ]
     cluster = makers[kind < 0.75]()
-    cluster.frontend.failures = failures
-    cluster.frontend.spread = spread = draw.choice([1, 2, 4])
+    change_policy(cluster.frontend, failures)
+    cluster.frontend.dispatch.spread = spread = draw.choice([1, 2, 4])
     cluster.frontend.router.counts = spread > 1
     return cluster
 
@@ -254,9 +255,14 @@ def _check_reader(run: Together, name: str) -> str:
 
 def _check_nothing_is_left(cluster: VirtualCluster) -> None:
     core = cluster.frontend
-    assert (core.waiting, core.waiting_bytes, core.kept_bytes) == (0, 0, 0)
+    assert (core.waiting, core.inputs.waiting_bytes, core.inputs.kept_bytes) == (0, 0, 0)
     assert (core.isolation.ward, core.isolation.places) == ("", {})
-    turns = [*core.retries.active, *core.retries.waiting, *core.preparations.active, *core.preparations.waiting]
+    turns = [
+        *core.dispatch.retries.active,
+        *core.dispatch.retries.waiting,
+        *core.inputs.preparations.active,
+        *core.inputs.preparations.waiting,
+    ]
     assert not turns, f"turns that nobody gave back: {turns}"
     held = [name for name, each in cluster.cores.items() if each.state.reserved_as and name not in cluster.lives.dead]
     assert not held, f"{held} are reserved for nobody"

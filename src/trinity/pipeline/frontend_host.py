@@ -293,7 +293,7 @@ class FrontendHost:
             self._carrying = False
 
     def _carry_out(self, event: Value) -> None:
-        before, held, now = len(self.core.entries), self.core.waiting_bytes, time.monotonic()
+        before, held, now = len(self.core.entries), self.core.inputs.waiting_bytes, time.monotonic()
         for command in self.core.handle(event, now):
             if isinstance(command, Deliver):  # most
                 if not command.index:
@@ -306,7 +306,7 @@ class FrontendHost:
         if isinstance(event, PeerRemoved):
             self.reached.pop(event.name, None)
         self._arm()
-        if self.core.waiting_bytes < held:
+        if self.core.inputs.waiting_bytes < held:
             self._let_go_freed()
         if len(self.core.entries) < before:
             self._note_departure()

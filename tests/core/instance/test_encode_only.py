@@ -150,7 +150,7 @@ def test_the_front_end_sends_it_to_an_encoder_and_ends_it_as_it_is_encoded() -> 
     ]
     for event, expected in table_of:
         assert brief(core.handle(event, 0.0)) == expected
-    assert (core.entries, core.waiting, core.waiting_bytes) == ({}, 0, 0)
+    assert (core.entries, core.waiting, core.inputs.waiting_bytes) == ({}, 0, 0)
 
 
 def test_it_counts_as_waiting_until_its_end() -> None:

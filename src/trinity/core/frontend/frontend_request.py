@@ -1,4 +1,4 @@
-"""FrontendRequest: what the front end remembers of a request, and which lives of instances have it."""
+"""FrontendRequest: what the front end remembers of a request, which lives of instances have it, and when it is lost."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ from typing import Any, NamedTuple
 from msgspec.structs import replace
 
 from trinity.core.failure_policy import FailurePolicy
-from trinity.core.frontend.messages import FormerLife
-from trinity.core.messages import FRONTEND, NOWHERE, PREEMPTED, UNFIT, Failure, Finished, Sampled, Work
+from trinity.core.frontend.messages import Adopt, FormerLife
+from trinity.core.life_names import name_life
+from trinity.core.messages import FRONTEND, KV, NOWHERE, PREEMPTED, UNFIT, Failure, Finished, Moved, Sampled, Work
 from trinity.core.resumption import Prefilled
+from trinity.core.routing import Router
 
 PASSED_TOKENS = 8  # more than its reader had: past what the lost instance was at, which may have been ahead of that
 NEWS_S = 1.0  # in which the end of an instance is heard, unless that is frozen: its channel ends
@@ -366,6 +368,23 @@ class FrontendRequest:
         self.recomputing = 0
 
 
+def make_adopted(event: Adopt, number: int, owner: str, now: float) -> FrontendRequest:
+    """Make the record of a request of another front end that was lost, without its inputs, for its first life here."""
+    work, count = event.work, len(event.tokens)
+    life = name_life(work.request, number, 1, owner)
+    left = work.deadline_s
+    return FrontendRequest(
+        work.request,
+        replace(work, request=life, number=number, owner=owner, attempt=1, outputs=count, alone=""),
+        inf if left is None else now + left,
+        delivered=count,
+        tokens=list(event.tokens),
+        base=count,
+        former=(event.former,),
+        was_prefilled=count > 0,
+    )
+
+
 def join_attempts(past: Finished | None, last: Finished) -> Finished:
     """Merge the records of two attempts of a request into one end."""
     if past is None:
@@ -412,3 +431,110 @@ def reason_for_reader(finished: Finished) -> str:
     """Reason of an end as the reader hears it: "deadline" also where an instance saw it pass first."""
     late = finished.failure is not None and finished.failure.error == "DeadlineExceeded"
     return "deadline" if late else finished.reason
+
+
+def lives_on(router: Router, life: Life) -> bool:
+    """True while this life of an instance lasts, as far as is known."""
+    peer = router.peers.get(life.name)
+    return peer is not None and peer.epoch == life.epoch
+
+
+def is_planned(lost: Life | None, router: Router) -> bool:
+    """True for a life that was ended so that its instance begins anew with other roles."""
+    return lost is not None and router.replaced.get(lost.name) == lost.epoch
+
+
+def find_loss(entry: FrontendRequest, router: Router) -> Life | None:
+    """The lost instance that a request is at, or that alone has tokens of it; None where it is not lost.
+
+    An instance's words come in order, and those that were cut off were its last ones: after its end all is heard of it
+    that ever will be. What it gave to others is heard from them (``Moved``, ``Gone``).
+    """
+    if entry.waits:
+        return None
+    last = max(entry.hops)
+    place = entry.hops[last]
+    if entry.finished is None and not lives_on(router, place):
+        return None if may_come_back(entry, last, router) else place
+    owing = () if entry.aborted else [life for life, end in entry.senders if entry.delivered < end]
+    lost = next((life for life in owing if not lives_on(router, life)), None)
+    return None if lost is not None and _has_yet_to_say(entry, place, lost, router) else lost
+
+
+def _has_yet_to_say(entry: FrontendRequest, place: Life, lost: Life, router: Router) -> bool:
+    """True where the instance that a request is at will say what it has of it, after the loss of the one before.
+
+    It hears of that as well. It ends what had not come as a whole, and says first which blocks it keeps. One to which
+    all had come goes on, and its own tokens tell that those of the lost one will not come. Where the source of the lost
+    one offers it once more meanwhile, two would go on with one life: nobody waits then.
+    """
+    speaks = not entry.passed and place != lost and place.name not in router.suspects and not is_planned(lost, router)
+    return speaks and entry.finished is None and not entry.early
+
+
+def may_come_back(entry: FrontendRequest, last: int, router: Router) -> bool:
+    """True of a request at a lost instance whose source may still have all that it was to get there.
+
+    That one will say so (``Moved``), or that it is gone (``Gone``): it hears of the loss as well. Who has tokens from
+    the lost instance, or is to run alone, does not wait for that.
+    """
+    source = entry.hops.get(last - 1)
+    if source is None or not lives_on(router, source) or source.name in router.suspects:
+        return False
+    first = not entry.aborted and not entry.work.attempt and not entry.work.alone
+    prefilled = entry.prefilled is not None and entry.prefilled[:2] == source
+    return first and entry.let_go != entry.hops[last] and entry.delivered <= entry.base + prefilled
+
+
+def is_passed_by(entry: FrontendRequest, event: Moved, router: Router) -> bool:
+    """True where a source has a request again of which another instance that is up has spoken at the same hop.
+
+    The lost target had moved it there, and its Release was cut off.
+    """
+    there = entry.hops.get(event.hop)
+    return there is not None and there.name != event.to and not event.source and lives_on(router, there)
+
+
+def was_given_back(entry: FrontendRequest, life: Life, router: Router) -> bool:
+    """True where a lost instance had this request, and its source has it again or may have.
+
+    Where it only waited and was passed on nothing of it can have been the cause.
+    """
+    last = max(entry.hops, default=0)
+    hops = [hop for hop, place in entry.hops.items() if place == life and hop not in entry.waited_at]
+    back = any(entry.hops.get(hop - 1, life) == entry.hops.get(hop + 1) for hop in hops)
+    return back or (last in hops and entry.finished is None and may_come_back(entry, last, router))
+
+
+def end_of_loss(entry: FrontendRequest, lost: Life, router: Router) -> Finished:
+    """The end that a loss leaves a request with, where it does not go on."""
+    peer = router.lost.get(lost.name) or router.peers.get(lost.name)
+    text = f"instance {lost.name} was lost while the request was there; send it again"
+    return Finished(
+        request=entry.work.request,
+        attempt=entry.work.attempt,
+        reason="error",
+        failure=Failure("StageError", text, {"stage": peer.roles if peer is not None else ""}),
+        count=entry.delivered,
+        route=entry.route,
+    )
+
+
+def may_be_prefilled(entry: FrontendRequest, finished: Finished, router: Router) -> bool:
+    """True where a life that a loss ends may have come to its prefill. One that was at encoders alone has not.
+
+    Of one whose instance with stage P died before a token was out nobody knows: what it may have done counts as done.
+    """
+    why = finished.failure.fields if finished.failure is not None else {}
+    if entry.delivered or "prefill" in finished.spans or why.get("kind") == KV:
+        return True
+    known = [router.peers.get(life.name) or router.lost.get(life.name) for life in entry.hops.values()]
+    return entry.lost is not None and any("P" in peer.roles for peer in known if peer is not None)
+
+
+def whom_to_cancel(entry: FrontendRequest, router: Router) -> list[str]:
+    """The first instance of a request, from which a Cancel follows it; past a lost one, all of them that are up."""
+    up = [life.name for life in entry.hops.values() if lives_on(router, life)]
+    if len(up) == len(entry.hops):
+        return [entry.first]
+    return sorted(set(up), key=entry.route.index)

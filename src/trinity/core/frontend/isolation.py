@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from trinity.core.frontend.frontend_request import FrontendRequest, Life
 from trinity.core.frontend.refusals import path_of
-from trinity.core.messages import PeerEmpty, PeerReserved, PeerUp, Work
+from trinity.core.messages import PeerEmpty, PeerReserved, PeerUp, Send, Value, Work
 from trinity.core.routing import Router
 
 AWAY_S = 10.0  # for an instance that is away, before one that others are at is emptied for it
@@ -118,10 +118,10 @@ class Isolation:
         if event.name in self.places and self._numbers[event.name] == event.number:
             self._empty[event.name] = event.epoch
 
-    def take_said(self) -> list[PeerReserved]:
-        """Take the messages that every instance has to hear before all else that follows from them."""
+    def announce(self) -> list[Value]:
+        """Tell every instance what is reserved and what no longer is, before all else that follows from it."""
         said, self.said = self.said, []
-        return said
+        return [Send(name, message) for message in said for name in self._router.peers]
 
     def empty_places(self, entry: FrontendRequest) -> frozenset[Life]:
         """Find the lives of instances that have said that they are empty, for a request that is sent to run alone."""
