@@ -156,7 +156,7 @@ def is_noticed() -> bool:
 
 
 def unbounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    def keep(self: Inputs, entry: FrontendRequest, *, again: bool) -> None:
+    def keep(self: Inputs, entry: FrontendRequest) -> None:
         entry.kept_bytes = entry.input_bytes
         self.kept_bytes += entry.kept_bytes
 
@@ -164,7 +164,7 @@ def unbounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def uncounted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Inputs, "_keep", lambda self, entry, again: None)
+    monkeypatch.setattr(Inputs, "_keep", lambda self, entry: None)
 
 
 def hoarding(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ from support.core_tables import work
 from support.every_order import Search
 from support.virtual.cluster import make_settings
 from trinity.core.failure_policy import FailurePolicy
-from trinity.core.frontend import Abort, frontend_core, move_requests
+from trinity.core.frontend import Abort, decode_moves, frontend_core
 from trinity.core.frontend.frontend_request import FrontendRequest
 from trinity.core.frontend.messages import MoveRequest
 from trinity.core.instance.state import State
@@ -106,7 +106,7 @@ def without_senders(patch: pytest.MonkeyPatch) -> None:
         entry.senders = before if event.start else entry.senders
         return found
 
-    plainly = move_requests.note_moved
+    plainly = decode_moves.note_moved
     patch.setattr(frontend_core, "note_moved", noted)
 
 

@@ -17,7 +17,7 @@ import msgspec
 
 from trinity.core import InstanceCore
 from trinity.core.failure_policy import FailurePolicy
-from trinity.core.frontend.departures import is_empty
+from trinity.core.frontend.decode_moves import is_empty
 from trinity.core.frontend.messages import MoveEnd
 from trinity.core.instance.state import Settings
 from trinity.core.messages import FRONTEND, Failure, PeerDown, PeerUp, Pull, Pulled, Value

@@ -18,7 +18,7 @@ from msgspec.structs import replace
 
 from trinity.core.alarms import Alarms
 from trinity.core.failure_policy import NO_RECOVERY, FailurePolicy
-from trinity.core.frontend.departures import Departures
+from trinity.core.frontend.decode_moves import DecodeMoves, drop_move, note_moved, refuse_move
 from trinity.core.frontend.dispatch import Dispatch
 from trinity.core.frontend.frontend_request import (
     NEWS_S,
@@ -41,7 +41,6 @@ from trinity.core.frontend.frontend_request import (
 from trinity.core.frontend.inputs import Inputs
 from trinity.core.frontend.isolation import Isolation
 from trinity.core.frontend.messages import Abort, Adopt, Deliver, End, MoveRequest, Prepared
-from trinity.core.frontend.move_requests import begin_move, drop_move, note_moved, refuse_move
 from trinity.core.frontend.poison_detection import PoisonDetector
 from trinity.core.frontend.refusals import find_malformed, find_overload
 from trinity.core.life_names import LifeNames, check_owner, id_of, name_life
@@ -106,11 +105,11 @@ class FrontendCore:
         self.waiting = self.taken = 0
         self.names = LifeNames(owner=name)
         self._alarms = Alarms(self.entries)
-        self.inputs = Inputs(failures)
+        self.inputs = Inputs(self.router, failures)
         self.isolation = Isolation(self.router, self.entries)
         self.dispatch = Dispatch(self.router, self.entries, self.inputs, self.isolation, self._alarms, failures, spread)
         self.poison = PoisonDetector(self.router, self.entries, failures)
-        self.departures = Departures(self.router, self.entries)
+        self.moves = DecodeMoves(self.router, self.entries)
         self._handlers: dict[type[Value], Callable[[Any, float], list[Value]]] = {
             Emit: self._emit,
             Finished: self._finished,
@@ -120,7 +119,7 @@ class FrontendCore:
             Tick: self._expire,
             Moved: self._moved,
             Gone: self._missing,
-            MoveRequest: lambda each, now: begin_move(self.entries, self.router, each),
+            MoveRequest: lambda each, now: self.moves.begin(each),
             NotMoved: lambda each, now: refuse_move(self.lives, each),
             Prepared: self._prepared,
             PeerUp: self._back,
@@ -141,12 +140,12 @@ class FrontendCore:
         if self.dispatch.retries.waiting or self.inputs.preparations.waiting or self.isolation.lifted:
             out += self._begin_next(now)
         if self.router.leaving:
-            out += self._move_decodes(now)
+            out += self.moves.leave(now)
         return out
 
     def next_timer(self) -> float | None:
         """Clock time at which a Tick is due; None where no deadline is set, and nothing waits for a time."""
-        due, look = self._alarms.next(), self.departures.next_look
+        due, look = self._alarms.next(), self.moves.next_look
         return look if due is None or (look is not None and look < due) else due
 
     def reader_of(self, name: str) -> str:
@@ -163,7 +162,7 @@ class FrontendCore:
             return [End(work.request, "error", problem)]
         work = replace(work, request=self.names.name_first(work.request, self.taken))
         entry = FrontendRequest(event.work.request, work, inf if work.deadline_s is None else now + work.deadline_s)
-        self.inputs.add(entry, event.inputs, event.input_bytes, again=self.router.returns)
+        self.inputs.add(entry, event.inputs, event.input_bytes)
         out, problem = self.dispatch.start(entry, now)
         if problem is not None:
             self.inputs.forget(entry)
@@ -190,7 +189,7 @@ class FrontendCore:
         self.taken += 1
         entry = make_adopted(event, self.taken, self.name, now)
         self._register(entry)
-        self.inputs.add(entry, event.inputs, event.input_bytes, again=self.router.returns)
+        self.inputs.add(entry, event.inputs, event.input_bytes)
         entry.dropped = entry.dropped or event.unread
         if entry.said:
             entry.finish(entry.said)
@@ -387,13 +386,8 @@ class FrontendCore:
 
     def _leaving(self, event: PeerLeaving, now: float) -> list[Value]:
         self.router.avoid(event)
-        self.departures.look_now()
+        self.moves.look_now()
         return []
-
-    def _move_decodes(self, now: float) -> list[Value]:
-        """Have decodes leave instances that are to end, as far as that is sooner than their own end there."""
-        moves = self.departures.choose(now)
-        return [command for move in moves for command in begin_move(self.entries, self.router, move)]
 
     def _removed(self, event: PeerRemoved, now: float) -> list[Value]:
         """Forget an instance. Those that wait for it alone are told so, and wait no longer."""

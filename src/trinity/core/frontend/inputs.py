@@ -8,6 +8,7 @@ from trinity.core.failure_policy import FailurePolicy
 from trinity.core.frontend.frontend_request import FrontendRequest
 from trinity.core.frontend.messages import Prepare, Prepared
 from trinity.core.messages import Failure, Value
+from trinity.core.routing import Router
 from trinity.core.turns import Turns
 
 PREPARED_AT_ONCE = 8  # inputs that were not kept: each may be hundreds of MB
@@ -20,19 +21,20 @@ class Inputs:
     - ``preparations``: turns of the requests whose inputs are prepared again.
     """
 
-    def __init__(self, failures: FailurePolicy) -> None:
-        self.failures = failures
+    def __init__(self, router: Router, failures: FailurePolicy) -> None:
+        self._router, self.failures = router, failures
         self.kept_bytes = self.waiting_bytes = 0
         self.preparations = Turns()
 
-    def add(self, entry: FrontendRequest, inputs: tuple[Any, ...], input_bytes: int, *, again: bool) -> None:
-        """Take the inputs of a new request. ``again``: it may be sent again even if the policy has no recoveries."""
+    def add(self, entry: FrontendRequest, inputs: tuple[Any, ...], input_bytes: int) -> None:
+        """Take the inputs of a new request."""
         entry.inputs, entry.input_bytes = inputs, input_bytes
         self.waiting_bytes += input_bytes
-        self._keep(entry, again=again or self.failures.recoveries > 0)
+        self._keep(entry)
 
-    def _keep(self, entry: FrontendRequest, *, again: bool) -> None:
-        """Keep its inputs for a retry, if there may be one and there is room."""
+    def _keep(self, entry: FrontendRequest) -> None:
+        """Keep the inputs of a request for a retry, if there may be one and there is room."""
+        again = self.failures.recoveries > 0 or self._router.returns
         if again and self.kept_bytes + entry.input_bytes <= self.failures.kept_bytes:
             entry.kept_bytes = entry.input_bytes
             self.kept_bytes += entry.kept_bytes

@@ -17,14 +17,14 @@ from support.departing import count, run
 from support.moving import POLICY
 from support.virtual.cluster import VirtualCluster, make_settings
 from trinity.core.block_pool import blocks_for
-from trinity.core.frontend import Abort, FrontendCore, departures
-from trinity.core.frontend.departures import (
+from trinity.core.frontend import Abort, FrontendCore, decode_moves
+from trinity.core.frontend.decode_moves import (
     ASK_AGAIN_S,
     JUDGE_AGAIN_S,
     MESSAGES_S,
     MOST_AT_ONCE,
     UNMEASURED_PULL_S,
-    Departures,
+    DecodeMoves,
 )
 from trinity.core.frontend.messages import MoveEnd, MoveRequest
 from trinity.core.messages import (
@@ -282,28 +282,28 @@ def test_an_instance_is_empty_long_before_its_decodes_would_have_ended() -> None
 
 def staying(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing moves: what is left at the end of the drain is recomputed."""
-    monkeypatch.setattr(Departures, "choose", lambda self, now: [])
+    monkeypatch.setattr(DecodeMoves, "choose", lambda self, now: [])
 
 
 def unanswered(monkeypatch: pytest.MonkeyPatch) -> None:
     """A refusal is not taken note of: the same target is asked at once, again and again."""
-    monkeypatch.setattr(Departures, "_settle", lambda self, now: None)
+    monkeypatch.setattr(DecodeMoves, "_settle", lambda self, now: None)
 
 
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """All go at once."""
-    monkeypatch.setattr(departures, "MOST_AT_ONCE", 100)
+    monkeypatch.setattr(decode_moves, "MOST_AT_ONCE", 100)
 
 
 def blind(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is on its way takes no room."""
-    monkeypatch.setattr(departures, "_count_blocks", lambda entry, target: 0)
+    monkeypatch.setattr(decode_moves, "_count_blocks", lambda entry, target: 0)
 
 
 def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Decodes are asked to move from instances that stay."""
     monkeypatch.setattr(
-        Departures,
+        DecodeMoves,
         "_list_leaving",
         lambda self: (each for each in self._entries.values() if each.place and each.delivered),
     )

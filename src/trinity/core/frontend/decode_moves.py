@@ -1,10 +1,12 @@
-"""Departures: of the decodes at an instance that leaves, which move to another one and which end there.
+"""DecodeMoves: moves decodes to other instances, on request and away from instances that leave.
+
+Of the decodes at an instance that leaves some move, and some end there:
 
 ======================  ============================================================================================
 event                   what follows
 ======================  ============================================================================================
 an instance leaves      each decode there is judged: it moves where its pull is predicted to take less time than its
-                        end (``Departures.find_gain``), at most ``MOST_AT_ONCE`` from one instance at a time
+                        end (``DecodeMoves.find_gain``), at most ``MOST_AT_ONCE`` from one instance at a time
 a decode comes there    it is judged as well; so are all again every ``JUDGE_AGAIN_S``: reports come, ends come nearer
 one has moved           the next one goes
 one has not             it is asked again after a pause, which grows fourfold each time; another target is preferred
@@ -25,9 +27,10 @@ from math import inf
 from typing import NamedTuple
 
 from trinity.core.block_pool import blocks_for
-from trinity.core.frontend.frontend_request import FrontendRequest
-from trinity.core.frontend.messages import MoveRequest
-from trinity.core.messages import KV, PeerUp
+from trinity.core.frontend.frontend_request import FrontendRequest, Life
+from trinity.core.frontend.messages import MoveEnd, MoveRequest
+from trinity.core.messages import KV, Failure, Move, Moved, NotMoved, PeerUp, Send, Value
+from trinity.core.resumption import Prefilled
 from trinity.core.routing import Router
 from trinity.core.stage_needs import needs
 
@@ -59,8 +62,10 @@ class Refusal(NamedTuple):
     until: float
 
 
-class Departures:
-    """``choose(now)`` lists the moves to ask for now; ``next_look`` is when it wants to be called again.
+class DecodeMoves:
+    """``begin(event)`` asks for a move; ``leave(now)`` for those that instances which leave need.
+
+    ``next_look`` is when ``leave`` wants to be called again.
 
     ``router``: knows who leaves, and what each reported. ``entries``: the requests of the front end, by id.
     """
@@ -75,6 +80,20 @@ class Departures:
     def next_look(self) -> float | None:
         """Clock time; None while nothing is at an instance that leaves."""
         return self._due if self._waiting and self._router.leaving else None
+
+    def begin(self, event: MoveRequest) -> list[Value]:
+        """Ask the instance of a request to hand it on, or answer why not."""
+        entry = self._entries.get(event.request)
+        problem = _find_instance_problem(self._router, event.to) or _find_problem(entry, self._router, event.to)
+        if problem is not None or entry is None:
+            return [MoveEnd(event.request, problem)]
+        entry.moving = event.to
+        move = Move(entry.work.request, entry.work.attempt, event.to, entry.work.owner)
+        return [Send(entry.hops[max(entry.hops)].name, move)]
+
+    def leave(self, now: float) -> list[Value]:
+        """Have decodes leave instances that are to end, as far as that is sooner than their own end there."""
+        return [command for move in self.choose(now) for command in self.begin(move)]
 
     def choose(self, now: float) -> list[MoveRequest]:
         """Judge each decode that is at an instance which leaves."""
@@ -167,3 +186,64 @@ def _count_blocks(entry: FrontendRequest, target: PeerUp) -> int:
     if target.returns:
         return blocks_for(len(entry.work.prompt) + entry.delivered, target.kv_block_size)
     return needs("D", entry.work, target.roles, target.image_block_size, target.kv_block_size)[KV]
+
+
+def _refused(reason: str, text: str) -> Failure:
+    return Failure("MoveError", text, {"reason": reason})
+
+
+def _find_instance_problem(router: Router, to: str) -> Failure | None:
+    peer = router.peers.get(to)
+    if peer is not None:
+        return None if "D" in peer.roles else _refused("no decode", f"instance {to} ({peer.roles}) has no stage D")
+    if to in router.lost:
+        return _refused("lost", f"instance {to} is not up just now")
+    return _refused("unknown", f"there is no instance {to!r}; those up are {', '.join(sorted(router.peers))}")
+
+
+def _find_problem(entry: FrontendRequest | None, router: Router, to: str) -> Failure | None:
+    if entry is None or entry.aborted or entry.finished is not None:
+        return _refused("ended", "the request has ended, or was never here")
+    if entry.waits or entry.delivered == entry.base:
+        return _refused("not decoding", "the request does not decode yet: it has no token")
+    if entry.moving:
+        return _refused("moving", f"the request is moving to {entry.moving} just now")
+    if entry.hops[max(entry.hops)].name == to:
+        return _refused("same", f"the request is at {to} already")
+    if not any(each.name == to for each in router.fitting("D", entry.work)):
+        return _refused("too large", f"the pools of {to} can never hold the request")
+    return None
+
+
+def note_moved(entry: FrontendRequest, event: Moved) -> list[Value]:
+    """Note where a request has come to, and who sends the tokens before. Returns the end of its move, if it was one."""
+    entry.hops[event.hop] = Life(event.to, event.epoch)
+    if event.passed:
+        entry.waited_at |= {event.hop - 1}
+    if event.source:
+        source = entry.hops[event.hop - 1] = Life(event.source, event.source_epoch)
+        owing = [each for each in entry.senders if entry.delivered < each[1]]
+        entry.senders = [*owing, (source, event.start or entry.base + 1)]
+        if not event.start:
+            entry.prefilled = Prefilled(*source, len(entry.work.prompt) + entry.base)
+    if not event.start or event.to != entry.moving:
+        return []
+    entry.moving = ""
+    return [MoveEnd(entry.id)]
+
+
+def refuse_move(lives: dict[str, FrontendRequest], event: NotMoved) -> list[Value]:
+    """End a move that its source gave up."""
+    entry = lives.get(event.request)
+    if entry is None or not entry.moving or entry.work.attempt != event.attempt:
+        return []
+    entry.moving = ""
+    return [MoveEnd(entry.id, event.failure)]
+
+
+def drop_move(entry: FrontendRequest) -> list[Value]:
+    """End the move of a request that ends, or goes on from its first stage."""
+    if not entry.moving:
+        return []
+    to, entry.moving = entry.moving, ""
+    return [MoveEnd(entry.id, _refused("ended", f"the request ended, or goes on from its first stage: not at {to}"))]
