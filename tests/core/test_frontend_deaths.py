@@ -13,10 +13,11 @@ from core.test_isolation import empty, suspects, test_the_same_death_counts_once
 from support.core_tables import brief, peer_up, sent, work
 from support.recovering import emit, end_of, recovering, told
 from trinity.core.failure_policy import FailurePolicy
-from trinity.core.frontend import Abort, FrontendCore, frontend_request
-from trinity.core.frontend.frontend_request import FrontendRequest, Life
+from trinity.core.frontend import Abort, FrontendCore, suspicion
+from trinity.core.frontend.frontend_request import FrontendRequest
 from trinity.core.frontend.isolation import Isolation
 from trinity.core.frontend.poison_detection import PoisonDetector
+from trinity.core.frontend.suspicion import Life, Suspicion
 from trinity.core.messages import (
     NOWHERE,
     Finished,
@@ -46,7 +47,7 @@ def unread(name: str, attempt: int, source: str) -> Finished:
 
 
 def counted(core: FrontendCore) -> list[str]:
-    return [death.life.name for death in core.entries["r"].deaths]
+    return [death.life.name for death in core.entries["r"].suspicion.deaths]
 
 
 def test_an_instance_that_speaks_late_of_a_former_life_and_dies_may_have_died_of_it() -> None:
@@ -120,7 +121,7 @@ def test_it_is_called_back_to_run_alone_where_a_second_death_is_told_late() -> N
     assert core.entries["r"].place is not None
     core.handle(PeerDown("P0"), 1.6)
     entry = core.entries["r"]
-    assert (entry.row, entry.waits, core.isolation.ward, entry.recoveries) == (2, True, "", 2)
+    assert (entry.suspicion.row, entry.waits, core.isolation.ward, entry.recoveries) == (2, True, "", 2)
     core.handle(Tick(), 1.7)
     assert core.isolation.ward == "r"
 
@@ -194,9 +195,9 @@ def test_deaths_that_have_no_stage_in_common_are_not_the_doing_of_one_request() 
     for name, epoch in (("E0", 1), ("PD0", 1), ("D0", 0)):
         core.isolation.note_empty(PeerEmpty(name, epoch, core.isolation._numbers.get(name, 0)))
     core.handle(Tick(), 0.6)
-    assert core.entries["r"].alone_at >= {Life("E0", 1)}
+    assert core.entries["r"].suspicion.alone_at >= {Life("E0", 1)}
     core.handle(PeerDown("E0"), 0.7)
-    assert (core.entries["r"].row, counted(core)) == (3, ["E0", "PD0", "E0"])
+    assert (core.entries["r"].suspicion.row, counted(core)) == (3, ["E0", "PD0", "E0"])
     assert core.isolation.ward == "r", "it is still suspected"
 
 
@@ -261,7 +262,7 @@ def test_a_death_where_others_may_have_come_since_it_got_through_is_none_alone()
     empty(core, "PD0", 2, 4.1)
     core.handle(tokens("r~1.2", 2, 0), 5.0)
     core.handle(PeerDown("PD0"), 6.0)
-    assert [death.alone for death in core.entries["r"].deaths] == [False, False, False]
+    assert [death.alone for death in core.entries["r"].suspicion.deaths] == [False, False, False]
 
 
 def test_a_life_that_its_own_death_ended_elsewhere_leaves_it_the_chance_to_run_alone() -> None:
@@ -276,7 +277,7 @@ def test_a_life_that_its_own_death_ended_elsewhere_leaves_it_the_chance_to_run_a
     core.handle(Moved("r~1.2", 2, "D0", 1, 0, "P0", 2), 4.1)
     core.handle(PeerDown("D0"), 5.0)
     entry = core.entries["r"]
-    assert (entry.recoveries, entry.row, entry.tried_alone) == (3, 1, False)
+    assert (entry.recoveries, entry.suspicion.row, entry.suspicion.tried_alone) == (3, 1, False)
     assert core.isolation.ward == "r"
 
 
@@ -305,14 +306,14 @@ def _try_each_life(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def ended(self: FrontendRequest, finished: Finished, now: float, prefilled: bool) -> None:
         end_life(self, finished, now, prefilled)
-        self.tried_alone = self.tried_alone or bool(self.work.alone)
+        self.suspicion.tried_alone = self.suspicion.tried_alone or bool(self.work.alone)
 
     monkeypatch.setattr(FrontendRequest, "end_life", ended)
 
 
 def deaf(monkeypatch: pytest.MonkeyPatch) -> None:
     """A death that is told late counts for nothing."""
-    monkeypatch.setattr(FrontendRequest, "note_late_death", lambda self, life, roles, now: None)
+    monkeypatch.setattr(Suspicion, "note_late_death", lambda self, life, roles, delivered, now: None)
 
 
 def untraced(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -322,12 +323,12 @@ def untraced(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def unending(monkeypatch: pytest.MonkeyPatch) -> None:
     """A death counts however much later it comes."""
-    monkeypatch.setattr(frontend_request, "NEWS_KEPT_S", 1e9)
+    monkeypatch.setattr(suspicion, "NEWS_KEPT_S", 1e9)
 
 
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody waits for news."""
-    monkeypatch.setattr(FrontendRequest, "awaits_news", lambda self, now: False)
+    monkeypatch.setattr(Suspicion, "awaits_news", lambda self, delivered, now: False)
 
 
 def unconcluded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -337,8 +338,7 @@ def unconcluded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def any_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three deaths count together, wherever they were."""
-    row = lambda self: self.deaths[len(self.deaths) - self.row :]  # noqa: E731
-    monkeypatch.setattr(FrontendRequest, "_deaths_at_one_stage", row)
+    monkeypatch.setattr(Suspicion, "_deaths_at_one_stage", lambda self: self.last_row)
 
 
 def as_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,7 +346,7 @@ def as_told(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = FrontendCore._go_on
 
     def go_on(self: FrontendCore, entry: FrontendRequest, *rest: Any) -> tuple[list[Value], Finished | None]:
-        entry.alone_at = self.isolation.empty_places(entry)
+        entry.suspicion.alone_at = self.isolation.empty_places(entry)
         return plain(self, entry, *rest)
 
     monkeypatch.setattr(FrontendCore, "_go_on", go_on)

@@ -7,8 +7,8 @@ import pytest
 from support.core_tables import Row
 from support.recovering import AT_D0, LEFT, TO_D0, emit, quiet, recovering, table
 from trinity.core.frontend import Abort
-from trinity.core.frontend.frontend_request import Life
 from trinity.core.frontend.messages import MoveRequest
+from trinity.core.frontend.suspicion import Life
 from trinity.core.messages import Failure, Finished, Moved, NotMoved, PeerDown, Value
 
 PEERS = "E0 P0 P1 D0 D1 D2"

@@ -65,7 +65,7 @@ def test_after_two_deaths_each_runs_alone_on_an_instance_that_said_it_is_empty()
     core.handle(tokens("s~2.2", 2, 0), 6.0)
     assert core.isolation.places == {}
     assert core.entries["t"].place is not None, "nobody runs alone any more"
-    assert {entry.row for entry in core.entries.values()} == {0}
+    assert {entry.suspicion.row for entry in core.entries.values()} == {0}
 
 
 def empty_out(core: FrontendCore) -> Any:
@@ -136,7 +136,7 @@ def test_a_death_in_company_after_it_got_through_is_the_first_of_a_row() -> None
     for epoch in range(4):
         core.handle(tokens(f"r~1.{epoch}" if epoch else "r", epoch, 8 * epoch), epoch)
         core.handle(PeerDown("PD0"), epoch + 0.5)
-        assert core.entries["r"].row == 1
+        assert core.entries["r"].suspicion.row == 1
         up(core, "PD0", epoch + 1, epoch + 0.6)
 
 
@@ -148,7 +148,7 @@ def test_it_has_got_through_a_decode_once_it_is_past_what_the_lost_one_may_have_
     up(core, "PD0", 1, 1.5)
     core.handle(tokens("r~1.1", 1, 0, count), 2.0)
     core.handle(PeerDown("PD0"), 3.0)
-    assert core.entries["r"].row == (2 if count < 8 else 1)
+    assert core.entries["r"].suspicion.row == (2 if count < 8 else 1)
 
 
 def test_the_same_death_counts_once_however_it_is_heard() -> None:
@@ -156,11 +156,11 @@ def test_the_same_death_counts_once_however_it_is_heard() -> None:
     core.handle(Submit(work("r", "cat", 1)), 0.0)
     core.handle(Gone("r", 0, "E0", "P0", 1), 1.0)
     core.handle(Gone("r~1.1", 1, "E0", "P0", 1), 1.5)
-    assert (core.entries["r"].row, core.entries["r"].recoveries) == (1, 1), (
+    assert (core.entries["r"].suspicion.row, core.entries["r"].recoveries) == (1, 1), (
         "E0 had not heard of it when it offered again"
     )
     core.handle(PeerDown("P0"), 2.0)
-    assert core.entries["r"].row == 1
+    assert core.entries["r"].suspicion.row == 1
 
 
 def test_a_target_that_says_first_that_its_source_is_lost_tells_of_a_death() -> None:
@@ -171,7 +171,7 @@ def test_a_target_that_says_first_that_its_source_is_lost_tells_of_a_death() -> 
     assert end.failure is not None
     fields = {"cause": "PeerLost", "source": "E0"}
     core.handle(replace(end, failure=replace(end.failure, fields=fields)), 1.0)
-    assert [death.life.name for death in core.entries["r"].deaths] == ["E0"]
+    assert [death.life.name for death in core.entries["r"].suspicion.deaths] == ["E0"]
 
 
 def test_reads_that_fail_from_instances_that_are_up_are_no_deaths() -> None:
@@ -186,7 +186,7 @@ def test_reads_that_fail_from_instances_that_are_up_are_no_deaths() -> None:
         assert end.failure is not None
         fields = {"cause": "PeerLost", "source": first}
         assert core.handle(replace(end, failure=replace(end.failure, fields=fields)), life + 0.5)
-        assert core.entries["r"].row == (life < 2), "the read before this one was no death: its source is up"
+        assert core.entries["r"].suspicion.row == (life < 2), "the read before this one was no death: its source is up"
 
 
 def test_a_source_that_can_never_be_read_costs_a_request_its_recoveries() -> None:
@@ -209,9 +209,9 @@ def test_a_death_that_explains_an_earlier_loss_is_counted_when_it_is_heard() -> 
     core.handle(told("r", 0, cause="TransferTimeout"), 1.0)
     core.handle(Moved("r~1.1", 1, "P1", 1), 1.2)
     core.handle(PeerDown("P0"), 1.5)
-    assert (core.entries["r"].row, core.entries["r"].work.attempt) == (1, 1)
+    assert (core.entries["r"].suspicion.row, core.entries["r"].work.attempt) == (1, 1)
     core.handle(PeerDown("D0"), 1.6)
-    assert core.entries["r"].row == 1
+    assert core.entries["r"].suspicion.row == 1
 
 
 def test_one_that_is_lost_otherwise_whenever_it_runs_alone_is_given_up() -> None:
@@ -273,7 +273,7 @@ def test_where_nothing_may_wait_nothing_runs_alone() -> None:
         place = core.entries["r"].place
         assert place is not None
         core.handle(PeerDown(place.name), 1.0)
-    assert core.entries["r"].row == 3
+    assert core.entries["r"].suspicion.row == 3
     assert not core.isolation.ward
 
 

@@ -18,8 +18,9 @@ from support.reader_checks import TYPED, check_readers
 from support.thinned import thinned
 from trinity.core.failure_policy import FailurePolicy
 from trinity.core.frontend import FrontendCore
-from trinity.core.frontend.frontend_request import FrontendRequest, Life
+from trinity.core.frontend.frontend_request import FrontendRequest
 from trinity.core.frontend.isolation import Isolation
+from trinity.core.frontend.suspicion import Life, Suspicion
 from trinity.core.instance import arrival
 from trinity.core.messages import Send
 
@@ -212,7 +213,7 @@ def convicted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def unheard(monkeypatch: pytest.MonkeyPatch) -> None:
     """No death is counted."""
-    monkeypatch.setattr(FrontendRequest, "note_death", lambda self, death, now: None)
+    monkeypatch.setattr(Suspicion, "note_death", lambda self, death, now: None)
 
 
 RULES: dict[Callable[[pytest.MonkeyPatch], None], int] = {

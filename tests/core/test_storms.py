@@ -19,8 +19,8 @@ from support.thinned import thinned
 from support.virtual.cluster import VirtualCluster, make_settings
 from trinity.core.failure_policy import FailurePolicy
 from trinity.core.frontend import Abort, FrontendCore, frontend_core, inputs
-from trinity.core.frontend.frontend_request import Life
 from trinity.core.frontend.messages import Prepare, Prepared
+from trinity.core.frontend.suspicion import Life
 from trinity.core.messages import NOWHERE, Finished, PeerDown, PeerEmpty, Submit, Tick, Value
 from trinity.core.turns import Turns
 from trinity.errors import ConfigError
@@ -125,7 +125,7 @@ def test_one_that_waits_for_a_turn_and_is_to_run_alone_then_waits_for_no_turn() 
     back(core)
     assert core.dispatch.retries.waiting == {"b": 2, "c": 3, "d": 4}
     entry = core.entries["b"]
-    entry.leave_behind({Life("D0", 0): False}, 2.5)
+    entry.suspicion.leave_behind({Life("D0", 0): False}, 2.5)
     core.handle(PeerDown("D0"), 2.5)
     core.handle(replace(peer_up("D0"), epoch=1), 2.6)
     assert entry.is_suspect(core.failures)

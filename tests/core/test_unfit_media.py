@@ -101,7 +101,7 @@ def test_many_of_them_take_turns_and_cost_no_recovery_and_no_death(policy: Failu
                 failure=why,
                 route=(entry.first,),
             )
-            assert (entry.recoveries, entry.deaths) == (0, ())
+            assert (entry.recoveries, entry.suspicion.deaths) == (0, ())
             tried += 1
             refused += [(each.request, each.failure) for each in ends(core.handle(end, 2.0 + step))]
     assert sorted(name for name, _ in refused) == sorted(names)

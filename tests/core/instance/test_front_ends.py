@@ -25,8 +25,8 @@ from support.virtual.checks import check_state
 from trinity.core import InstanceCore
 from trinity.core.failure_policy import FailurePolicy
 from trinity.core.frontend import FrontendCore
-from trinity.core.frontend.frontend_request import Death, Life
 from trinity.core.frontend.messages import MoveRequest
+from trinity.core.frontend.suspicion import Death, Life
 from trinity.core.instance.front_ends import lose_frontend
 from trinity.core.instance.repeated_step import RepeatedStep
 from trinity.core.life_names import LifeNames, check_owner, name_help, name_life, read_help
@@ -378,7 +378,7 @@ def test_one_that_is_not_the_first_has_nothing_run_alone() -> None:
         core.handle(Submit(work("r", 3)), 0.0)
         entry = core.entries["r"]
         for epoch in range(2):
-            entry.note_death(Death(Life("PD0", epoch), "PD", 0, False), 0.0)
+            entry.suspicion.note_death(Death(Life("PD0", epoch), "PD", 0, False), 0.0)
         assert entry.is_suspect(core.failures) is suspect
 
 

@@ -155,7 +155,7 @@ def test_the_death_of_one_where_it_only_waited_does_not_count() -> None:
         core = recovering("E0 P0 D0 D1")
         for event in (Submit(work("r", "cat", 1, max_tokens=3)), TO_P0, FIRST, TO_D0, heard, TO_D1, PeerDown("D0")):
             assert not [each for each in core.handle(event, 1.0) if isinstance(each, End)]
-        assert [death.life.name for death in core.entries["r"].deaths] == deaths
+        assert [death.life.name for death in core.entries["r"].suspicion.deaths] == deaths
 
 
 def test_where_it_waited_in_a_former_life_is_forgotten() -> None:

@@ -225,11 +225,11 @@ def test_the_death_counts_though_the_life_goes_on(order: tuple[Value, ...]) -> N
     core = recovering("E0 P0 D0 D1 D2")
     for event in (Submit(work("r", "cat", 1, max_tokens=3)), TO_P0, FIRST, TO_D0, *order, TO_D1):
         assert not [each for each in core.handle(event, 1.0) if isinstance(each, End)]
-    assert [death.life.name for death in core.entries["r"].deaths] == ["D0"]
+    assert [death.life.name for death in core.entries["r"].suspicion.deaths] == ["D0"]
     core.handle(PeerDown("D1"), 2.0)
     core.handle(Gone("r", 0, "P0", "D1", 4), 2.0)
     entry = core.entries["r"]
-    assert ([death.life.name for death in entry.deaths], entry.row) == (["D0", "D1"], 2)
+    assert ([death.life.name for death in entry.suspicion.deaths], entry.suspicion.row) == (["D0", "D1"], 2)
     assert entry.is_suspect(core.failures), "the next one is alone"
 
 
@@ -237,7 +237,7 @@ def test_a_planned_end_counts_no_death() -> None:
     core = recovering("E0 P0 D0 D1")
     for event in (Submit(work("r", "cat", 1)), TO_P0, FIRST, TO_D0, PeerDown("D0", planned=True), BACK):
         core.handle(event, 1.0)
-    assert not core.entries["r"].deaths
+    assert not core.entries["r"].suspicion.deaths
 
 
 def test_its_end_tells_one_life_and_nothing_recomputed() -> None:

@@ -27,8 +27,9 @@ from math import inf
 from typing import NamedTuple
 
 from trinity.core.block_pool import blocks_for
-from trinity.core.frontend.frontend_request import FrontendRequest, Life
+from trinity.core.frontend.frontend_request import FrontendRequest
 from trinity.core.frontend.messages import MoveEnd, MoveRequest
+from trinity.core.frontend.suspicion import Life
 from trinity.core.messages import KV, Failure, Move, Moved, NotMoved, PeerUp, Send, Value
 from trinity.core.resumption import Prefilled
 from trinity.core.routing import Router

@@ -13,10 +13,11 @@ from msgspec.structs import replace
 
 from trinity.core.alarms import Alarms
 from trinity.core.failure_policy import FailurePolicy
-from trinity.core.frontend.frontend_request import FrontendRequest, Life
+from trinity.core.frontend.frontend_request import FrontendRequest
 from trinity.core.frontend.inputs import Inputs
 from trinity.core.frontend.isolation import EMPTY_POLL_S, Isolation, stages_of
 from trinity.core.frontend.refusals import find_misfit
+from trinity.core.frontend.suspicion import Life
 from trinity.core.messages import Failure, Send, Submit, Value
 from trinity.core.resumption import find_cached, name_holder
 from trinity.core.routing import BadChoice, Router
@@ -80,8 +81,8 @@ class Dispatch:
 
     def _is_apart(self, entry: FrontendRequest, now: float) -> bool:
         """True unless it is to run alone, and what it needs for that is not reserved, up and empty yet."""
-        suspect = entry.is_suspect(self.failures)
-        alone = "".join(letter for letter in entry.suspected if letter in stages_of(entry.work)) if suspect else ""
+        suspected = entry.suspicion.stages(entry.delivered) if entry.is_suspect(self.failures) else ""
+        alone = "".join(letter for letter in suspected if letter in stages_of(entry.work))
         if alone != entry.work.alone:
             entry.work = replace(entry.work, alone=alone)
         if not alone:
@@ -111,7 +112,7 @@ class Dispatch:
         assert first is not None
         life = Life(first, self._router.peers[first].epoch)
         sent = Submit(entry.work, entry.inputs, tokens=tuple(entry.tokens), target_epoch=life.epoch)
-        commands = send_spread(self._router, first, sent, 1 if entry.row or entry.unfit_at else self.spread)
+        commands = send_spread(self._router, first, sent, 1 if entry.suspicion.row or entry.unfit_at else self.spread)
         entry.enter(life, now, self._isolation.empty_places(entry))
         entry.inputs = () if entry.dropped else entry.inputs
         return commands
@@ -152,9 +153,9 @@ class Dispatch:
         if not entry.watched or entry.delivered == entry.base:
             return
         self.retries.leave(entry.id)
-        if not entry.work.alone or entry.has_passed:
-            entry.watched, entry.row = False, 0 if entry.work.alone else entry.row
-            entry.alone_at = frozenset()
+        if not entry.work.alone or entry.suspicion.has_passed(entry.delivered):
+            entry.watched = False
+            entry.suspicion.get_through(alone=bool(entry.work.alone))
             self._isolation.lift(entry)
 
     def forget(self, entry: FrontendRequest) -> None:

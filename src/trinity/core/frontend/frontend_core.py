@@ -21,9 +21,7 @@ from trinity.core.failure_policy import NO_RECOVERY, FailurePolicy
 from trinity.core.frontend.decode_moves import DecodeMoves, drop_move, note_moved, refuse_move
 from trinity.core.frontend.dispatch import Dispatch
 from trinity.core.frontend.frontend_request import (
-    NEWS_S,
     FrontendRequest,
-    Life,
     after_losses,
     end_of_loss,
     find_loss,
@@ -43,6 +41,7 @@ from trinity.core.frontend.isolation import Isolation
 from trinity.core.frontend.messages import Abort, Adopt, Deliver, End, MoveRequest, Prepared
 from trinity.core.frontend.poison_detection import PoisonDetector
 from trinity.core.frontend.refusals import find_malformed, find_overload
+from trinity.core.frontend.suspicion import NEWS_S, Life
 from trinity.core.life_names import LifeNames, check_owner, id_of, name_life
 from trinity.core.messages import (
     FRONTEND,
@@ -333,7 +332,7 @@ class FrontendCore:
         entry.finished = Finished(request=name, attempt=attempt, reason="error", failure=alone, count=entry.delivered)
         there = [entry.hops[hop] for hop in sorted(entry.hops)[-2:]]
         out = self._settle(entry, now)
-        entry.leave_behind(dict.fromkeys(there, False), now)
+        entry.suspicion.leave_behind(dict.fromkeys(there, False), now)
         return out
 
     def _check_lives(self, entry: FrontendRequest, now: float) -> list[Value]:
@@ -488,7 +487,7 @@ class FrontendCore:
             if entry.may_not_go_on(self.failures, lost=pause_s is None):
                 return out, after_losses(finished, len(entry.former))
             out += self._leave(entry, finished, now)
-            if pause_s is None and waits and not planned and entry.awaits_news(now):
+            if pause_s is None and waits and not planned and entry.suspicion.awaits_news(entry.delivered, now):
                 entry.not_before = now + NEWS_S
         if pause_s is None:
             sent, problem = self.dispatch.start(entry, now)

@@ -2,50 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any
 
 from msgspec.structs import replace
 
 from trinity.core.failure_policy import FailurePolicy
 from trinity.core.frontend.messages import Adopt, FormerLife
+from trinity.core.frontend.suspicion import Life, Suspicion
 from trinity.core.life_names import name_life
 from trinity.core.messages import FRONTEND, KV, NOWHERE, PREEMPTED, UNFIT, Failure, Finished, Moved, Sampled, Work
 from trinity.core.resumption import Prefilled
 from trinity.core.routing import Router
 
-PASSED_TOKENS = 8  # more than its reader had: past what the lost instance was at, which may have been ahead of that
-NEWS_S = 1.0  # in which the end of an instance is heard, unless that is frozen: its channel ends
-NEWS_KEPT_S = 5.0  # in which a death may be told late: what comes later was no death in its step
 ROUNDING_S = 1e-3  # of sums of pauses: one that is short of its wait by less has waited
 PAUSE_S, MOST_PAUSE_S = 0.05, 1.0  # before a request goes back to one that has not heard yet who is up
-
-
-class Life(NamedTuple):
-    """One life of an instance: it has another epoch after each restart."""
-
-    name: str
-    epoch: int
-
-
-class Death(NamedTuple):
-    """Death of an instance that had a request, with so many ``tokens`` out. ``alone``: it had nothing else.
-
-    ``read``: only a target that could not read it has spoken of it.
-    """
-
-    life: Life
-    roles: str
-    tokens: int
-    alone: bool
-    read: bool = False
-
-    @property
-    def stages(self) -> str:
-        """Letters of the stages in whose step it may have been: a prefill that goes on with tokens does a decode's."""
-        return self.roles + ("D" if self.tokens and "P" in self.roles and "D" not in self.roles else "")
 
 
 @dataclass(slots=True)
@@ -67,18 +40,8 @@ class FrontendRequest:
     - ``dropped``: its inputs are not kept, so that they must be prepared again before it can be sent again;
       ``preparing``: they are just now.
     - ``watched``: it goes on after a loss, and has no new token yet, or has not got through its stage alone.
-    - ``names``: of its former lives. ``left``: lives of instances where these may still be, and have not been counted
-      as dead, with True where nothing else was there; one that dies within ``NEWS_KEPT_S`` of ``left_at`` may have died
-      of it. ``not_before``: it waits until then, for news of such a death.
-    - ``deaths``: of instances that had it; the last ``row`` of them without its getting through between. ``died_at``:
-      clock time of the last one.
-    - ``cleared``: lives of instances whose deaths were withdrawn: reads from them had failed, and they were up.
-    - ``tried_alone``: a life of it was alone since the last of these deaths, and was lost otherwise. One that an
-      instance gave back, as the next stage was not up, was none: it may not have come to the stage in question.
-    - ``ended_by``: lost lives of instances that ended lives of it.
-    - ``alone_at``: lives of instances that were empty and reserved for it as this life of it was sent, until it has
-      got through. What becomes of them meanwhile does not change that it was alone there. ``alone_before``: those of
-      former lives.
+    - ``names``: of its former lives. ``ended_by``: lost lives of instances that ended lives of it.
+    - ``suspicion``: deaths of instances that it may have caused. ``not_before``: it waits until then, for news of one.
     - ``prefilled``: where its text was prefilled last, for an instance with D: it may still be cached there.
       ``blamed``: the instance of which another said, as it ended the life before, that it is lost; "" for none.
     - ``unfit_at``: the instance where an encoder could not take its media the first time; "" for none.
@@ -127,17 +90,9 @@ class FrontendRequest:
     pauses: int = 0
     watched: bool = False
     names: frozenset[str] = frozenset()
-    left: dict[Life, bool] = field(default_factory=dict)
-    left_at: float = -inf
-    not_before: float = -inf
-    deaths: tuple[Death, ...] = ()
-    row: int = 0
-    died_at: float = 0.0
-    tried_alone: bool = False
-    cleared: frozenset[Life] = frozenset()
     ended_by: frozenset[Life] = frozenset()
-    alone_before: frozenset[Life] = frozenset()
-    alone_at: frozenset[Life] = frozenset()
+    suspicion: Suspicion = field(default_factory=Suspicion)
+    not_before: float = -inf
 
     @property
     def place(self) -> Life | None:
@@ -150,90 +105,12 @@ class FrontendRequest:
         hops = {} if self.ended else self.hops.copy()  # readers on other threads ask, too
         return hops[max(hops)].name if hops else ""
 
-    @property
-    def suspected(self) -> str:
-        """Letters of the stages at which instances died with it, since it last got through.
-
-        One that has tokens goes on from a decode at a prefill, which samples the next of them.
-        """
-        roles = {letter for death in self.deaths[len(self.deaths) - self.row :] for letter in death.roles}
-        roles |= {"P"} if "D" in roles and self.delivered else set()
-        return "".join(letter for letter in "EPD" if letter in roles)
-
-    @property
-    def has_passed(self) -> bool:
-        """True for one that has got through what it was suspected in: its first token shows that of E and P.
-
-        That it has been handed on shows nothing: blocks move ahead of the end of the step that fills them.
-        """
-        suspected = self.suspected
-        return not suspected or self.delivered - self.deaths[-1].tokens >= (PASSED_TOKENS if "D" in suspected else 1)
-
-    def note_death(self, death: Death, now: float) -> None:
-        """Count a death, once; the first of a row where it had got through since the one before."""
-        if any(each.life == death.life for each in self.deaths):
-            self.died_at = now if self.deaths[-1].life == death.life else self.died_at
-            return
-        self.row = 1 if self.has_passed else self.row + 1
-        self.deaths += (death,)
-        self.died_at, self.tried_alone = now, False
-
-    def clears(self, death: Death, up: Callable[[Life], bool], now: float) -> bool:
-        """Withdraw deaths of lives that are up, of which only a failed read spoke. True of one of a life cleared so.
-
-        The news of that death may be on its way: it counts late then.
-        """
-        false = {each for each in self.deaths if each.read and up(each.life)}
-        self.row -= len(false.intersection(self.deaths[len(self.deaths) - self.row :]))
-        self.cleared |= {each.life for each in false}
-        self.deaths = tuple(each for each in self.deaths if each not in false)
-        self.leave_behind({each.life: each.alone for each in false}, now)
-        return death.read and death.life in self.cleared and up(death.life)
-
-    def leave_behind(self, lives: Mapping[Life, bool], now: float) -> None:
-        """Note lives of instances where a former life of it may still be, and which of them had nothing else."""
-        kept = self.left if now <= self.left_at + NEWS_KEPT_S else {}
-        self.left, self.left_at = {**kept, **lives}, now if lives else self.left_at
-
-    def awaits_news(self, now: float) -> bool:
-        """True where an instance died with it and now a life ended for another reason: a second one may have died."""
-        return bool(self.row) and not self.has_passed and self.died_at != now
-
-    def note_late_death(self, life: Life, roles: str, now: float) -> None:
-        """Count a death of which a former life of it may have been the cause: nobody knew of it then.
-
-        It was before what happened to the present life: a death alone stays the last one.
-        """
-        alone = self.left.pop(life, None)
-        if alone is None or now > self.left_at + NEWS_KEPT_S or any(each.life == life for each in self.deaths):
-            return
-        last = self.deaths[-1:] if self.row and self.deaths[-1].alone else ()
-        self.deaths = self.deaths[: len(self.deaths) - len(last)]
-        self.row -= len(last)
-        self.note_death(Death(life, roles, self.delivered, alone), now)
-        self.deaths, self.row = self.deaths + last, self.row + len(last)
-
-    def poison_deaths(self, policy: FailurePolicy) -> tuple[Death, ...]:
-        """List the deaths for which it is refused: so many of the row at one stage, the last of them alone."""
-        deaths = self._deaths_at_one_stage()
-        return deaths if self.row and self.deaths[-1].alone and len(deaths) >= policy.deaths else ()
-
-    def _deaths_at_one_stage(self) -> tuple[Death, ...]:
-        """List the most deaths of the row that have a stage of the last one in common.
-
-        What kills does so in the step of one stage: deaths that have none in common had different causes. A request
-        that dies as its tokens are sampled does so where it decodes, and then where it is prefilled with these.
-        """
-        row = self.deaths[len(self.deaths) - self.row :]
-        common = [tuple(each for each in row if letter in each.stages) for letter in (row[-1].stages if row else "")]
-        return max(common, key=len, default=())
-
     def pardon(self, lives: Collection[Life]) -> None:
         """Give it the recoveries back that deaths of these lives of instances cost it: another request did that.
 
         The deaths stay what they are: it may be a second one of that kind.
         """
-        self.recoveries -= sum(death.life in lives for death in self.deaths)
+        self.recoveries -= sum(death.life in lives for death in self.suspicion.deaths)
 
     @property
     def route(self) -> tuple[str, ...]:
@@ -265,17 +142,16 @@ class FrontendRequest:
         whether it has. Only its getting through ends the suspicion that a row of deaths has raised.
         """
         spent = self.recoveries > policy.recoveries
-        many = self.row >= policy.alone_after and self._may_be_alone(policy)
+        many = self.suspicion.row >= policy.alone_after and self._may_be_alone(policy)
         return many or (spent and self._has_a_chance_alone(policy))
 
     def _may_be_alone(self, policy: FailurePolicy) -> bool:
         """True where an instance died with it, and requests run alone: the first front end's, where they may wait."""
-        return bool(self.work.owner == FRONTEND and policy.recoveries and policy.wait_s != 0 and self.row)
+        return bool(self.work.owner == FRONTEND and policy.recoveries and policy.wait_s != 0 and self.suspicion.row)
 
     def _has_a_chance_alone(self, policy: FailurePolicy) -> bool:
         """True where no life of it was alone since the last death, nor in that; or the row is not of one stage."""
-        alone = bool(self.deaths) and self.deaths[-1].alone and len(self._deaths_at_one_stage()) == self.row
-        return self._may_be_alone(policy) and not (alone or self.tried_alone)
+        return self._may_be_alone(policy) and not self.suspicion.has_been_alone
 
     def is_due(self, alarm: float) -> bool:
         """True where this clock time still means something to it."""
@@ -315,7 +191,7 @@ class FrontendRequest:
 
     def enter(self, first: Life, now: float, alone_at: frozenset[Life] = frozenset()) -> None:
         """Note that this life of it is sent to its first instance, and which were empty for it then."""
-        self.alone_before, self.alone_at = self.alone_before | self.alone_at, alone_at
+        self.suspicion.send(alone_at)
         self.waited_s += now - self.waits_since if self.waits else 0.0
         self.first, self.hops, self.waited_at, self.began = first.name, {0: first}, frozenset(), now
         self.finished = self.lost = self.let_go = None
@@ -348,16 +224,16 @@ class FrontendRequest:
         self.blamed = fields.get("source", "") if fields.get("cause") == "PeerLost" else ""
         self.was_prefilled = self.was_prefilled or prefilled
         route = finished.route or self.route
-        alone = bool(self.deaths) and self.deaths[-1].alone and self.died_at == now
+        unexplained = not self.suspicion.deaths or self.suspicion.died_at != now
+        alone = not unexplained and self.suspicion.deaths[-1].alone
         self.former += (FormerLife(why, self.delivered, now - self.began, route, finished.spans, alone),)
         self.early.clear()
         self.ended_by |= {self.lost} if self.lost is not None else frozenset()
-        unexplained = not self.deaths or self.died_at != now
-        tried = bool(self.work.alone) and unexplained and fields.get("cause") != NOWHERE
-        self.tried_alone = self.tried_alone or tried
+        if self.work.alone and unexplained and fields.get("cause") != NOWHERE:
+            self.suspicion.tried_alone = True
         speaker = finished.route[-1] if finished.route and self.lost is None else ""  # it has done with it
         last = [self.hops[hop] for hop in sorted(self.hops)[-2:] if self.hops[hop].name != speaker]
-        self.leave_behind({life: life in self.alone_at for life in last if unexplained}, now)
+        self.suspicion.leave_behind({life: life in self.suspicion.alone_at for life in last if unexplained}, now)
         self.names |= {self.work.request}
         self.first = ""
 

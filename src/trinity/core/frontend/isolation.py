@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from trinity.core.frontend.frontend_request import FrontendRequest, Life
+from trinity.core.frontend.frontend_request import FrontendRequest
 from trinity.core.frontend.refusals import path_of
+from trinity.core.frontend.suspicion import Life
 from trinity.core.messages import PeerEmpty, PeerReserved, PeerUp, Send, Value, Work
 from trinity.core.routing import Router
 
@@ -70,8 +71,8 @@ class Isolation:
         if order and not taken.get(order[0].name):
             return Life(order[0].name, order[0].epoch)
         away = list(self._router.holding(letter, entry.work, lost=True))
-        if away and (not order or now < entry.died_at + AWAY_S):
-            last = entry.deaths[-1].life.name
+        if away and (not order or now < entry.suspicion.died_at + AWAY_S):
+            last = entry.suspicion.deaths[-1].life.name
             chosen = min(away, key=lambda peer: (peer.name != last, peer.name))
             return Life(chosen.name, chosen.epoch + 1)
         held = [peer for peer in order if peer.name in self.places] or order

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from functools import partial
 
 from trinity.core.failure_policy import FailurePolicy
-from trinity.core.frontend.frontend_request import Death, FrontendRequest, Life, is_planned, lives_on, was_given_back
+from trinity.core.frontend.frontend_request import FrontendRequest, is_planned, lives_on, was_given_back
+from trinity.core.frontend.suspicion import Death, Life
 from trinity.core.messages import Failure, Finished, PeerUp
 from trinity.core.routing import Router
 
@@ -21,17 +22,18 @@ class PoisonDetector:
     def count_death(self, entry: FrontendRequest, finished: Finished, now: float) -> Failure | None:
         """Count the death of an instance that had a request. Returns a refusal once it was its own doing."""
         death = _find_death(entry, finished, self._router)
-        if death is None or not self.failures.recoveries or entry.clears(death, partial(lives_on, self._router), now):
+        suspicion, up = entry.suspicion, partial(lives_on, self._router)
+        if death is None or not self.failures.recoveries or suspicion.clears(death, up, now):
             return None
-        entry.note_death(death._replace(alone=death.life in entry.alone_at), now)
+        suspicion.note_death(death._replace(alone=death.life in suspicion.alone_at), now)
         source = entry.hops.get(max(entry.hops) - 1)
         if source is not None and entry.delivered == entry.base:  # it may have been filling what it had offered
-            self._count_if_lost(entry, source, source in entry.alone_at, now)
+            self._count_if_lost(entry, source, source in suspicion.alone_at, now)
         return self.find_refusal(entry)
 
     def find_refusal(self, entry: FrontendRequest) -> Failure | None:
         """Refuse a request whose own doing the deaths were. What they cost its neighbours is not counted to these."""
-        deaths = entry.poison_deaths(self.failures)
+        deaths = entry.suspicion.poison_deaths(self.failures)
         if not deaths:
             return None
         for other in self._requests.values():
@@ -46,9 +48,10 @@ class PoisonDetector:
         """
         life = Life(lost.name, lost.epoch)
         if life not in entry.hops.values():
-            entry.note_late_death(life, lost.roles, now)
+            entry.suspicion.note_late_death(life, lost.roles, entry.delivered, now)
         if was_given_back(entry, life, self._router):
-            entry.note_death(Death(life, lost.roles, entry.delivered, life in entry.alone_at), now)
+            death = Death(life, lost.roles, entry.delivered, life in entry.suspicion.alone_at)
+            entry.suspicion.note_death(death, now)
 
     def trace(self, entry: FrontendRequest, name: str, place: Life, now: float) -> bool:
         """Note where a former life of a request has been: nobody knew, and that instance may have died of it.
@@ -57,8 +60,8 @@ class PoisonDetector:
         """
         if name not in entry.names or place in entry.hops.values():
             return False
-        alone = place in entry.alone_before
-        entry.leave_behind({place: alone}, now)
+        alone = place in entry.suspicion.alone_before
+        entry.suspicion.leave_behind({place: alone}, now)
         self._count_if_lost(entry, place, alone, now)
         return True
 
@@ -66,8 +69,8 @@ class PoisonDetector:
         """Count the death of a life of an instance that is known, where it was not the end of a life of the request."""
         lost = self._router.lost.get(place.name)
         if lost is not None and lost.epoch == place.epoch and self._router.replaced.get(place.name) != place.epoch:
-            entry.leave_behind({place: alone}, now)
-            entry.note_late_death(place, lost.roles, now)
+            entry.suspicion.leave_behind({place: alone}, now)
+            entry.suspicion.note_late_death(place, lost.roles, entry.delivered, now)
 
 
 def _find_death(entry: FrontendRequest, finished: Finished, router: Router) -> Death | None:
