@@ -134,7 +134,7 @@ def test_a_plans_spread_is_served_unless_the_user_has_another(
     settings: dict[str, int], given: dict[str, Any], spread: int
 ) -> None:
     pipe = Pipeline(QUICK, planned("2E1PD", settings=settings), **given)
-    assert pipe._frontend.core.spread == spread
+    assert pipe._frontend.core.dispatch.spread == spread
     assert pipe._make_processor.keywords["strips"] == spread, "strips of an image, too"
 
 

@@ -10,6 +10,7 @@ from msgspec.structs import replace
 from support.core_tables import work
 from support.every_order import Search
 from support.thinned import thinned
+from support.virtual.cluster import make_settings
 from trinity.core.frontend import Abort, frontend_request
 from trinity.core.instance.request_state import RequestState
 from trinity.core.instance.state import State

@@ -168,7 +168,7 @@ def test_several_encoders_for_one_request_are_an_argument_too() -> None:
     model = str(checkpoint("llava"))
     for words, wanted in (([], 1), (["--spread=3"], 3)):
         pipe = make_served_pipeline(_make_parser().parse_args([model, "--placement=3E1PD", *words]))
-        assert pipe._frontend.core.spread == wanted
+        assert pipe._frontend.core.dispatch.spread == wanted
     with pytest.raises(ConfigError, match="spread"):
         make_served_pipeline(_make_parser().parse_args([model, "--spread=0"]))
 

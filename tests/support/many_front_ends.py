@@ -8,6 +8,7 @@ from msgspec.structs import replace
 
 from support.deadly import deadly_cluster
 from support.recovering import change_policy
+from support.virtual.cluster import VirtualCluster
 from trinity.core.failure_policy import NO_RECOVERY, FailurePolicy
 from trinity.core.frontend import FrontendCore
 from trinity.core.messages import FRONTEND

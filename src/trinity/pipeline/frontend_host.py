@@ -13,8 +13,8 @@ from trinity.connector import Connector
 from trinity.core.fair_turns import FairJob
 from trinity.core.frontend import Abort, Deliver, End, FrontendCore
 from trinity.core.frontend.decode_moves import is_empty
-from trinity.core.frontend.messages import MoveEnd, Prepare
-from trinity.core.messages import PeerDown, Send, Submit, Tick, Value
+from trinity.core.frontend.messages import MoveEnd, MoveRequest, Prepare, Prepared
+from trinity.core.messages import Failure, PeerDown, Send, Submit, Tick, Value
 from trinity.core.peer_exit import PeerRemoved
 from trinity.core.progress import PartProgress, StalledPart
 from trinity.errors import ClosedError, ConfigError, MoveError, Overloaded, RequestError, TrinityError, describe_error
