@@ -26,7 +26,7 @@ from trinity.demo.page import Card, render_page
 from trinity.demo.pictures import CORNERS
 from trinity.demo.questions import QUESTION_KINDS
 from trinity.preprocess.processor import RequestProcessor
-from trinity.remote.supervisor import kept_launcher
+from trinity.remote.supervision.process_config import kept_launcher
 from trinity.testing.oracle import Oracle
 from trinity.transport.base import Remote
 from trinity.transport.inproc import InprocTransport

@@ -28,7 +28,7 @@ import numpy as np
 import trinity
 from trinity.demo import draw_shapes
 from trinity.demo.speech import RATE, speak
-from trinity.remote.supervisor import kept_launcher
+from trinity.remote.supervision.process_config import kept_launcher
 from trinity.testing.checkpoints import build_checkpoint
 from trinity.testing.oracle import Oracle
 

@@ -104,7 +104,7 @@ def pytest_runtest_makereport() -> Generator[None, Any, Any]:
 @pytest.fixture(scope="session")
 def torch_launcher() -> Iterator[Any]:
     """A launcher for all files that use ``support.shared_launcher``, from its first use to the end."""
-    from trinity.remote.fork_client import Launcher
+    from trinity.remote.supervision.fork_client import Launcher
 
     launcher = Launcher()
     yield launcher

@@ -37,9 +37,10 @@ from tools.kernel_table import FakeDriver
 from trinity.memory.block_memory import BlockMemory
 from trinity.memory.device_blocks import find_block_fault
 from trinity.memory.triton_blocks import TritonBlocks
+from trinity.stages.attention.gpu.triton import H100_SHARED_BYTES, TritonAttention
 from trinity.stages.attention.probe import find_fault
-from trinity.stages.attention.triton import H100_SHARED_BYTES, TritonAttention
-from trinity.stages.kernels import decoder_layers, device_layers
+from trinity.stages.kernels import decoder_layers
+from trinity.stages.kernels.gpu import device_layers
 from trinity.stages.language import LanguageStage
 from trinity.stages.models import load_model, loader
 from trinity.testing import checkpoints_llava

@@ -26,9 +26,9 @@ from triton.compiler import ASTSource
 from triton.runtime.driver import driver
 
 from trinity.stages.attention.fp8 import FP8
+from trinity.stages.attention.gpu.triton import TritonAttention
 from trinity.stages.attention.interface import AttentionParams, ChunkRows, PagedRows
-from trinity.stages.attention.triton import TritonAttention
-from trinity.stages.kernels.fp8_linear import TILES, Fp8Product, launch_fp8_product
+from trinity.stages.kernels.gpu.fp8_linear import TILES, Fp8Product, launch_fp8_product
 
 CAPABILITIES = (80, 90, 100)
 FIRST_FP8 = 89

@@ -15,7 +15,7 @@ from PIL import Image
 
 from benchmarks.gpu.serving import Load
 from trinity.pipeline import Pipeline
-from trinity.remote.supervisor import kept_launcher
+from trinity.remote.supervision.process_config import kept_launcher
 from trinity.request import Output, Request, Sampling
 
 PLACEMENTS = ("EPD", "E+PD", "EP+D", "ED+P", "1E1P1D")

@@ -25,7 +25,7 @@ from trinity.placement import Placement
 from trinity.request import Request, Sampling
 from trinity.stages.attention.backends import BACKENDS, choose_backends, pick_backend
 from trinity.stages.attention.choice import CacheKind
-from trinity.stages.cuda_graphs import make_graph_cache
+from trinity.stages.gpu.cuda_graphs import make_graph_cache
 from trinity.testing.checkpoints import build_checkpoint
 from trinity.transport import make_transport
 

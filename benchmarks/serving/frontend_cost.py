@@ -47,7 +47,7 @@ from trinity.pipeline import Pipeline
 from trinity.pipeline.stream import Stream
 from trinity.preprocess.processor import ProcessedRequest
 from trinity.preprocess.text.detokenizer import TextStream
-from trinity.remote.wire import decode, encode
+from trinity.remote.channel.wire import decode, encode
 from trinity.request import Request
 
 LENGTHS = (1, 65)  # tokens of an output

@@ -25,7 +25,7 @@ from trinity.memory.cache_config import CacheConfig
 from trinity.metrics import percentile
 from trinity.pipeline import Pipeline
 from trinity.placement import Placement
-from trinity.remote.supervisor import kept_launcher
+from trinity.remote.supervision.process_config import kept_launcher
 from trinity.request import Output
 from trinity.traces.trace import COMPLETE, SLO, SLORule, Trace, TraceImage, TraceRow
 

@@ -32,7 +32,7 @@ from trinity.memory.block_memory import BlockMemory, BlockShape
 from trinity.runtime.host import InstanceHost, LoadedInstance
 from trinity.stages.async_steps import FinishedStep, HostCopies, HostCopy
 from trinity.stages.base import PendingStep
-from trinity.stages.decode_graphs import DecodeGraphs
+from trinity.stages.gpu.decode_graphs import DecodeGraphs
 from trinity.stages.language import LanguageStage
 from trinity.stages.models import load_model
 from trinity.stages.sampler import Drawn

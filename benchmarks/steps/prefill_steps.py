@@ -31,18 +31,18 @@ from tools.kernel_table import FakeDriver
 from trinity.costs.model_config import read_model_shape
 from trinity.costs.step_cost import Roofline
 from trinity.memory.block_memory import BlockMemory
+from trinity.stages.attention.gpu.triton import TritonAttention
 from trinity.stages.attention.interface import PAGED_ATTENTION, AttentionParams, register_attention
-from trinity.stages.attention.triton import TritonAttention
 from trinity.stages.batch import Chunk, Decodes
-from trinity.stages.kernels import device_layers
+from trinity.stages.gpu.prefill_graphs import PrefillGraphs
 from trinity.stages.kernels.decoder_layers import _make_class as make_fused_class
+from trinity.stages.kernels.gpu import device_layers
 from trinity.stages.kernels.last_layer import _make_class as make_split_class
 from trinity.stages.kernels.last_layer import _TwoPassLayer
 from trinity.stages.language import LanguageStage, StepRows
 from trinity.stages.models import LoadedModel
 from trinity.stages.models.checks import set_attention
 from trinity.stages.models.registry import find_adapter
-from trinity.stages.prefill_graphs import PrefillGraphs
 
 STEPS = ((0, 64), (0, 128), (0, 256), (0, 512), (0, 1024), (32, 128))  # decodes, tokens of a chunk
 CONTEXT, BLOCK_ROWS, BLOCKS = 1024, 16, 300

@@ -22,9 +22,9 @@ from trinity.emulation.model import LLAVA_15_7B, EmulatedModel, EmulatedRequest
 from trinity.memory.cache_config import CacheConfig
 from trinity.metrics import percentile
 from trinity.pipeline import Pipeline
-from trinity.remote.channel import Address, Channel, connect
-from trinity.remote.listener import listen
-from trinity.remote.wire import Hello, decode, encode
+from trinity.remote.channel.channel import Address, Channel, connect
+from trinity.remote.channel.listener import listen
+from trinity.remote.channel.wire import Hello, decode, encode
 from trinity.request import Output, Request, Sampling
 
 SECRET = b"a benchmark has no secrets to hide"

@@ -15,7 +15,7 @@ from trinity.emulation.model import LLAVA_15_7B, EmulatedModel, EmulatedRequest
 from trinity.errors import MoveError, TransportUnavailable
 from trinity.memory.cache_config import CacheConfig
 from trinity.pipeline import Pipeline
-from trinity.remote.supervisor import kept_launcher
+from trinity.remote.supervision.process_config import kept_launcher
 from trinity.request import Output, Request
 
 WAYS = (("threads", "inproc"), ("processes", "shm"), ("processes", "nixl"), ("processes", "ucx"))

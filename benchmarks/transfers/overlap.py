@@ -16,7 +16,7 @@ from trinity.costs.emulated_cost import LinearCost
 from trinity.emulation.model import LLAVA_15_7B, EmulatedModel, EmulatedRequest, EmulatedShape
 from trinity.memory.cache_config import CacheConfig
 from trinity.pipeline import Pipeline
-from trinity.remote.supervisor import kept_launcher
+from trinity.remote.supervision.process_config import kept_launcher
 from trinity.request import Output, Request, Sampling
 
 MODES: tuple[KvMode, ...] = ("off", "layer", "grouped")

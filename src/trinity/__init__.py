@@ -41,12 +41,12 @@ if TYPE_CHECKING:
     from trinity.preprocess.media.image_reader import open_image as open_image
     from trinity.preprocess.media_limits import MediaLimits as MediaLimits
     from trinity.remote.buddy import Buddy as Buddy
-    from trinity.remote.hosts import plan_hosts as plan_hosts
-    from trinity.remote.hosts import read_hosts as read_hosts
-    from trinity.remote.hosts import write_hosts as write_hosts
-    from trinity.remote.ray_supply import RaySupply as RaySupply
-    from trinity.remote.supervisor import ProcessConfig as ProcessConfig
-    from trinity.remote.tls import TLSConfig as TLSConfig
+    from trinity.remote.channel.tls import TLSConfig as TLSConfig
+    from trinity.remote.hosts.hosts import plan_hosts as plan_hosts
+    from trinity.remote.hosts.hosts import read_hosts as read_hosts
+    from trinity.remote.hosts.hosts import write_hosts as write_hosts
+    from trinity.remote.ray.ray_supply import RaySupply as RaySupply
+    from trinity.remote.supervision.process_config import ProcessConfig as ProcessConfig
     from trinity.request import Media as Media
     from trinity.request import Output as Output
     from trinity.request import Request as Request
@@ -87,10 +87,10 @@ _HOMES = {
     "preprocess.media.image_reader": ["open_image"],
     "preprocess.media_limits": ["MediaLimits"],
     "remote.buddy": ["Buddy"],
-    "remote.hosts": ["plan_hosts", "read_hosts", "write_hosts"],
-    "remote.ray_supply": ["RaySupply"],
-    "remote.supervisor": ["ProcessConfig"],
-    "remote.tls": ["TLSConfig"],
+    "remote.hosts.hosts": ["plan_hosts", "read_hosts", "write_hosts"],
+    "remote.ray.ray_supply": ["RaySupply"],
+    "remote.supervision.process_config": ["ProcessConfig"],
+    "remote.channel.tls": ["TLSConfig"],
     "request": ["Media", "Output", "Request", "Sampling", "Structured", "Token"],
     "runtime.host": ["Network"],
     "core.logits_processors": ["register_logits_processor"],

@@ -23,7 +23,7 @@ from trinity.pipeline import Pipeline
 from trinity.pipeline.deploy import InstanceOptions, make_instances
 from trinity.placement import Placement
 from trinity.preprocess.processor import RequestProcessor
-from trinity.remote.supervisor import make_setup
+from trinity.remote.supervision.process_config import make_setup
 from trinity.runtime import loader
 from trinity.runtime.loader import ServingConfig, load_instances
 from trinity.traces.trace import SLO

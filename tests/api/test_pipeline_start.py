@@ -18,7 +18,7 @@ from trinity.errors import ClosedError, ConfigError
 from trinity.pipeline import Pipeline
 from trinity.preprocess.media_limits import MediaLimits
 from trinity.preprocess.worker_processes import KillableProcessor
-from trinity.remote.supervised_lives import LifePhase
+from trinity.remote.supervision.supervised_lives import LifePhase
 from trinity.runtime import loader
 from trinity.runtime.shielded_wait import run_to_end
 

@@ -21,7 +21,7 @@ from trinity.core.messages import KV
 from trinity.core.scheduler import BatchRules
 from trinity.core.transfers import TransferPolicy
 from trinity.pipeline import Pipeline
-from trinity.remote.fork_client import Launcher
+from trinity.remote.supervision.fork_client import Launcher
 from trinity.request import Output, Request, Sampling
 from trinity.testing.oracle import Oracle
 

@@ -15,8 +15,8 @@ from support.shared_launcher import sharing
 from trinity.errors import PlacementError, UnknownName
 from trinity.instance import Instance
 from trinity.pipeline import Pipeline
-from trinity.remote.fork_client import Launcher
-from trinity.remote.instance_client import InstanceClient
+from trinity.remote.supervision.fork_client import Launcher
+from trinity.remote.supervision.instance_client import InstanceClient
 from trinity.runtime.host import InstanceHost
 
 BOTH = pytest.mark.parametrize("hosting", ["thread", "process"])

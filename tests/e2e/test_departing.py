@@ -14,7 +14,7 @@ from support.emulated_pipelines import LIVENESS_S, right
 from support.shared_launcher import sharing
 from trinity.emulation.model import EmulatedRequest
 from trinity.pipeline import Pipeline
-from trinity.remote.fork_client import Launcher
+from trinity.remote.supervision.fork_client import Launcher
 from trinity.request import Output
 
 

@@ -15,7 +15,7 @@ from support.shared_launcher import sharing
 from trinity import CacheConfig, Instance, Pipeline
 from trinity.core.messages import KV
 from trinity.errors import ConfigError
-from trinity.remote.fork_client import Launcher
+from trinity.remote.supervision.fork_client import Launcher
 from trinity.request import Request
 from trinity.testing.oracle import Oracle
 

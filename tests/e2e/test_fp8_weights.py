@@ -13,7 +13,7 @@ from support.fp8_oracle import WidenedOracle
 from support.pipeline_options import pipeline_options
 from support.shared_launcher import sharing
 from trinity import Pipeline
-from trinity.remote.fork_client import Launcher
+from trinity.remote.supervision.fork_client import Launcher
 from trinity.testing.oracle import Oracle
 
 SETTINGS: dict[str, Any] = {"dtype": "float32", "pools": {"image": 16, "kv": 256}}

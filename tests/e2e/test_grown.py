@@ -21,7 +21,7 @@ from trinity.errors import ChangeRefused, ConfigError, PlacementError, UnknownNa
 from trinity.instance import Instance
 from trinity.memory.cache_config import CacheConfig
 from trinity.pipeline import Pipeline
-from trinity.remote.fork_client import Launcher
+from trinity.remote.supervision.fork_client import Launcher
 from trinity.request import Output, Request
 
 BOTH = pytest.mark.parametrize("hosting", ["thread", "process"])

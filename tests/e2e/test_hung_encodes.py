@@ -22,8 +22,8 @@ from trinity import FailurePolicy
 from trinity.errors import PoisonRequest
 from trinity.instance import Instance
 from trinity.pipeline import Pipeline
-from trinity.remote import supervisor_core
-from trinity.remote.fork_client import kept_launcher
+from trinity.remote.supervision import supervisor_core
+from trinity.remote.supervision.fork_client import kept_launcher
 from trinity.request import Request, Sampling
 from trinity.testing.oracle import Oracle
 

@@ -19,7 +19,7 @@ from support.shared_launcher import sharing
 from support.thinned import thinned
 from trinity.core.transfers import TransferPolicy
 from trinity.pipeline import Pipeline
-from trinity.remote.fork_client import Launcher
+from trinity.remote.supervision.fork_client import Launcher
 from trinity.request import Request, Sampling
 from trinity.testing.checkpoints import ARCHITECTURES
 from trinity.testing.oracle import Oracle

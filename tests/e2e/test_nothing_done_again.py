@@ -18,7 +18,7 @@ from support.pipeline_options import pipeline_options
 from support.shared_launcher import sharing
 from trinity import FailurePolicy
 from trinity.pipeline import Pipeline
-from trinity.remote.fork_client import Launcher
+from trinity.remote.supervision.fork_client import Launcher
 from trinity.request import Output, Request, Sampling
 from trinity.testing.oracle import Oracle
 

@@ -22,8 +22,8 @@ from trinity.stages.attention import backends
 from trinity.stages.attention.backends import choose_backends, pick_backend
 from trinity.stages.attention.choice import CacheKind
 from trinity.stages.attention.measurement import measure_backends
-from trinity.stages.cuda_graphs import GraphCache, make_graph_cache
 from trinity.stages.encode import EncodeStage
+from trinity.stages.gpu.cuda_graphs import GraphCache, make_graph_cache
 from trinity.stages.models import load_model
 from trinity.stages.sampler import draw, sample
 from trinity.stages.token_bans import make_bans
@@ -45,7 +45,7 @@ def test_auto_takes_the_triton_kernels(dtype: torch.dtype) -> None:
 
 def test_the_choice_is_measured_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is installed: decodes can be recorded, and the second start reads what the first has kept."""
-    from trinity.stages.attention.triton import TritonAttention
+    from trinity.stages.attention.gpu.triton import TritonAttention
 
     monkeypatch.setenv("TRINITY_CACHE", str(tmp_path))
     kind, found = CacheKind((32, 2, 8, 16, 128), torch.bfloat16, torch.device(DEVICE), 32), []

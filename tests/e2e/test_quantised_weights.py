@@ -14,7 +14,7 @@ from support.quantised import count_equal, count_needed, find_disagreement, make
 from support.shared_launcher import sharing
 from trinity import Pipeline, Request
 from trinity.errors import UnsupportedModel
-from trinity.remote.fork_client import Launcher
+from trinity.remote.supervision.fork_client import Launcher
 from trinity.testing.oracle import Oracle, OracleAnswer
 
 SETTINGS: dict[str, Any] = {"dtype": "float32", "pools": {"image": 16, "kv": 256}, "token_budget": 23}

@@ -26,7 +26,7 @@ from trinity import FailurePolicy
 from trinity.errors import MigrationError, Overloaded, RequestError, StageError
 from trinity.memory.block_memory import BlockMemory
 from trinity.pipeline import Pipeline
-from trinity.remote.fork_client import Launcher
+from trinity.remote.supervision.fork_client import Launcher
 from trinity.request import Output, Request, Sampling, Structured
 from trinity.testing.oracle import Oracle
 from trinity.transport.base import ByteRange, Remote

@@ -15,7 +15,7 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from e2e.test_recovered import LIVENESS_S, greedy, until_decoding, wanted
-from remote.test_agreement import copy_of_llava, flip_unseen, redraw
+from remote.channel.test_agreement import copy_of_llava, flip_unseen, redraw
 from support.pipeline_options import pipeline_options
 from support.running_instances import SECRET, by_hand, started, tcp
 from support.shared_launcher import sharing
@@ -24,7 +24,7 @@ from trinity import FailurePolicy, Instance
 from trinity.errors import LayoutMismatch, Overloaded
 from trinity.memory.weight_digests import sample_digest
 from trinity.pipeline import Pipeline
-from trinity.remote.fork_client import Launcher
+from trinity.remote.supervision.fork_client import Launcher
 from trinity.testing.oracle import Oracle
 
 POOLS = {"image": 24, "kv": 512}

@@ -28,7 +28,7 @@ from support.shared_launcher import sharing
 from trinity.errors import RequestError
 from trinity.instance import Instance
 from trinity.pipeline import Pipeline
-from trinity.remote.fork_client import Launcher
+from trinity.remote.supervision.fork_client import Launcher
 from trinity.request import Request
 from trinity.testing.oracle import Oracle
 

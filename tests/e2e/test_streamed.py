@@ -16,7 +16,7 @@ from support.stage_driver import pictures
 from trinity.core.messages import Pull
 from trinity.core.scheduler import BatchRules
 from trinity.core.transfers import KvMode, TransferPolicy
-from trinity.remote.fork_client import Launcher
+from trinity.remote.supervision.fork_client import Launcher
 from trinity.request import Output, Request, Sampling
 
 GREEDY = Sampling(ignore_eos=True)

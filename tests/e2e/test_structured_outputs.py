@@ -30,7 +30,7 @@ from trinity.core.logits_processors import register_logits_processor
 from trinity.core.scheduler import BatchRules
 from trinity.errors import RequestError
 from trinity.pipeline import Pipeline
-from trinity.remote.fork_client import kept_launcher
+from trinity.remote.supervision.fork_client import kept_launcher
 from trinity.request import Output, Request, Sampling, Structured
 
 pytestmark = pytest.mark.xdist_group("llava")

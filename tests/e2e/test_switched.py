@@ -24,9 +24,9 @@ from trinity.core.role_changes import Switch
 from trinity.emulation.model import EmulatedRequest
 from trinity.errors import ChangeRefused, ConfigError, PlacementError, UnknownName
 from trinity.pipeline import Pipeline
-from trinity.remote.fork_client import Launcher
-from trinity.remote.process_identity import read_start
-from trinity.remote.supply import InstanceProcess
+from trinity.remote.supervision.fork_client import Launcher
+from trinity.remote.supervision.process_identity import read_start
+from trinity.remote.supervision.supply import InstanceProcess
 from trinity.request import Request, Sampling
 
 MANY = FailurePolicy(recoveries=9)

@@ -16,9 +16,9 @@ from support.emulated_pipelines import LIVENESS_S
 from support.shared_launcher import sharing
 from trinity.errors import PeerLost
 from trinity.pipeline import Pipeline
-from trinity.remote.fork_client import Launcher
-from trinity.remote.planned_restart import MOST_TRIES
-from trinity.remote.supervised_lives import LifePhase, Member
+from trinity.remote.supervision.fork_client import Launcher
+from trinity.remote.supervision.planned_restart import MOST_TRIES
+from trinity.remote.supervision.supervised_lives import LifePhase, Member
 
 
 @pytest.fixture(autouse=True)

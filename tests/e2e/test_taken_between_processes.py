@@ -19,7 +19,7 @@ from trinity.core.scheduler import BatchRules
 from trinity.core.transfers import KvMode, TransferPolicy
 from trinity.instance import Instance
 from trinity.pipeline import Pipeline
-from trinity.remote.fork_client import Launcher
+from trinity.remote.supervision.fork_client import Launcher
 from trinity.request import Output, Request, Sampling
 from trinity.testing.oracle import Oracle
 

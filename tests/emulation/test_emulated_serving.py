@@ -28,8 +28,8 @@ from trinity.errors import ConfigError, RequestError, StageError
 from trinity.instance import Instance
 from trinity.memory.cache_config import CacheConfig
 from trinity.pipeline import Pipeline
-from trinity.remote.fork_client import Launcher
-from trinity.remote.supervisor import ProcessConfig, kept_launcher
+from trinity.remote.supervision.fork_client import Launcher
+from trinity.remote.supervision.process_config import ProcessConfig, kept_launcher
 from trinity.request import Request
 from trinity.runtime.host import InstanceHost
 from trinity.traces.trace import SLO, Trace

@@ -25,7 +25,7 @@ from trinity.pipeline.journal import RequestJournal, RequestNote, decode_request
 from trinity.pipeline.stream import Stream
 from trinity.pipeline.sync_pipeline import SyncPipeline
 from trinity.remote.buddy import Buddy
-from trinity.remote.supervisor import ProcessConfig
+from trinity.remote.supervision.process_config import ProcessConfig
 from trinity.request import Media, Request, Sampling, check_request
 
 START = JournalStart("life", "a model", ("D0", "EP0"))

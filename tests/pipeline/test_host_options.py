@@ -12,7 +12,7 @@ from support.running_instances import SECRET
 from trinity.errors import ConfigError
 from trinity.pipeline import Pipeline
 from trinity.pipeline.deploy import read_hosted_options
-from trinity.remote.hosts import plan_hosts, write_hosts
+from trinity.remote.hosts.hosts import plan_hosts, write_hosts
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from trinity.instance import Instance
 from trinity.memory.cache_config import CacheConfig
 from trinity.pipeline import Pipeline
 from trinity.pipeline.pipeline import instance_table
-from trinity.remote.supervisor_messages import InstanceHealth
+from trinity.remote.supervision.supervisor_messages import InstanceHealth
 from trinity.request import Output
 from trinity.timeline import Timeline
 

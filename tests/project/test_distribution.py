@@ -22,8 +22,8 @@ from tools import dependency_ends
 from trinity.errors import DISTRIBUTION, pip_install
 from trinity.pipeline import Pipeline
 from trinity.preprocess.media_limits import MediaLimits
-from trinity.remote import channel, handshake, listener
-from trinity.remote.channel import SHORTEST_SECRET
+from trinity.remote.channel import channel, handshake, listener
+from trinity.remote.channel.channel import SHORTEST_SECRET
 
 SETTINGS: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 PROJECT, TOOLS = SETTINGS["project"], SETTINGS["tool"]

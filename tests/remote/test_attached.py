@@ -18,8 +18,8 @@ from support.running_instances import LIVENESS_S, POOLS, SECRET, ByHand, by_hand
 from support.shared_launcher import sharing
 from trinity.errors import RequestError
 from trinity.instance import Instance
-from trinity.remote.channel import Address
-from trinity.remote.fork_client import Launcher
+from trinity.remote.channel.channel import Address
+from trinity.remote.supervision.fork_client import Launcher
 from trinity.testing.oracle import Oracle
 
 

@@ -15,7 +15,7 @@ from typing import Any, cast
 import msgspec
 import pytest
 
-import trinity.remote.supervisor
+import trinity.remote.supervision.process_config
 from support.checkpoint_files import checkpoint
 from support.running_instances import LIVENESS_S, SECRET, by_hand, pipeline, request, tcp
 from support.shared_launcher import sharing
@@ -23,11 +23,11 @@ from trinity.core.messages import FRONTEND
 from trinity.errors import ConfigError, HandshakeError, LayoutMismatch, OfferRefused, PeerLost
 from trinity.instance import Instance
 from trinity.pipeline import Pipeline
-from trinity.remote import handshake
-from trinity.remote.channel import MAX_FRAME, Address, Channel, connect
-from trinity.remote.fork_client import Launcher
-from trinity.remote.supervisor import ProcessConfig, make_setups
-from trinity.remote.wire import Hello, Setup, encode
+from trinity.remote.channel import handshake
+from trinity.remote.channel.channel import MAX_FRAME, Address, Channel, connect
+from trinity.remote.channel.wire import Hello, Setup, encode
+from trinity.remote.supervision.fork_client import Launcher
+from trinity.remote.supervision.process_config import ProcessConfig, make_setups
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +134,7 @@ async def test_instances_that_differ(
         first, *others = make_setups(*given)
         return [msgspec.structs.replace(first, **differs), *others]
 
-    monkeypatch.setattr(trinity.remote.supervisor, "make_setups", different)
+    monkeypatch.setattr(trinity.remote.supervision.process_config, "make_setups", different)
     async with by_hand(launcher, tcp()) as (one,):
         error = await refused(Instance("EP", "left"), one.instance("D", "right"))
         assert isinstance(error, LayoutMismatch)

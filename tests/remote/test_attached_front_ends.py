@@ -24,11 +24,11 @@ from trinity.errors import ChangeRefused, ConfigError, LayoutMismatch, OfferRefu
 from trinity.instance import Instance
 from trinity.memory.cache_config import CacheConfig
 from trinity.pipeline import Pipeline
-from trinity.remote.attached_instances import AttachedInstances
-from trinity.remote.channel import Address
+from trinity.remote.channel.channel import Address
+from trinity.remote.channel.wire import Hello, InstanceInfo, WeightsDigest, decode, encode
 from trinity.remote.fellow_front_ends import Fellows
-from trinity.remote.supervisor import ProcessConfig, make_setups
-from trinity.remote.wire import Hello, InstanceInfo, WeightsDigest, decode, encode
+from trinity.remote.supervision.attached_instances import AttachedInstances
+from trinity.remote.supervision.process_config import ProcessConfig, make_setups
 from trinity.runtime.loader import ServingConfig
 from trinity.timeline import Timeline
 
@@ -161,7 +161,7 @@ async def test_an_instance_that_comes_back_with_other_weights_is_not_taken(monke
     async def connect(*given: Any) -> Answering:
         return Answering(said[-1])
 
-    monkeypatch.setattr("trinity.remote.attached_instances.connect_by_hand", connect)
+    monkeypatch.setattr("trinity.remote.supervision.attached_instances.connect_by_hand", connect)
     config = ServingConfig(model=MODEL, cache=CacheConfig(pools=POOLS))
     setup = replace(make_setups([Instance("D", "D0")], config, Connector("shm"), "round_robin")[0], model="the/model")
     lost = list[str]()

@@ -20,9 +20,9 @@ from trinity.instance import Instance
 from trinity.pipeline import Pipeline
 from trinity.remote import buddy as module
 from trinity.remote.buddy import Buddy, JournalListener, JournalSender
-from trinity.remote.channel import Address, connect
-from trinity.remote.supervisor import ProcessConfig
-from trinity.remote.wire import Hello, decode, encode
+from trinity.remote.channel.channel import Address, connect
+from trinity.remote.channel.wire import Hello, decode, encode
+from trinity.remote.supervision.process_config import ProcessConfig
 
 SECRET = b"the secret of journals and of their tests"
 START = JournalStart("life", "a model", ("PD0",))

@@ -15,8 +15,8 @@ from trinity.core.failure_policy import NO_RECOVERY
 from trinity.emulation.model import EmulatedRequest
 from trinity.errors import RequestError
 from trinity.pipeline import Pipeline
-from trinity.remote import fork_client
-from trinity.remote.fork_client import Launcher
+from trinity.remote.supervision import fork_client
+from trinity.remote.supervision.fork_client import Launcher
 
 SILENCE_S = 2.0
 SLOW = """

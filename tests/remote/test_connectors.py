@@ -20,7 +20,7 @@ from trinity.connector import Connector
 from trinity.errors import ConfigError, IntegrityError, MigrationError, TransferTimeout, UnknownName
 from trinity.instance import Instance
 from trinity.pipeline import Pipeline
-from trinity.remote.fork_client import kept_launcher
+from trinity.remote.supervision.fork_client import kept_launcher
 from trinity.request import Output
 from trinity.transport.shm import ShmTransport
 

@@ -12,11 +12,11 @@ import pytest
 from remote.test_supervision import emulated, serves
 from support.freezing import freeze
 from support.running_instances import LIVENESS_S
-from trinity.remote.fork_supply import ForkSupply
-from trinity.remote.instance_client import InstanceClient
-from trinity.remote.instance_processes import InstanceSupervisor
-from trinity.remote.supervisor_core import SupervisorCore
-from trinity.remote.supervisor_messages import Event, Introduce, Launch, Lost, Proceed, Quiet, Separate, Up
+from trinity.remote.supervision.fork_supply import ForkSupply
+from trinity.remote.supervision.instance_client import InstanceClient
+from trinity.remote.supervision.instance_processes import InstanceSupervisor
+from trinity.remote.supervision.supervisor_core import SupervisorCore
+from trinity.remote.supervision.supervisor_messages import Event, Introduce, Launch, Lost, Proceed, Quiet, Separate, Up
 
 
 def raising_once(monkeypatch: pytest.MonkeyPatch, owner: type, name: str, when: Any = lambda *given: True) -> list[Any]:

@@ -22,9 +22,9 @@ from support.emulated_pipelines import asked, check, serve
 from support.freezing import freeze
 from support.paths import PYTHON_PATH
 from trinity.pipeline import Pipeline
-from trinity.remote.channel import Address
-from trinity.remote.fork_client import Launcher
-from trinity.remote.process_identity import read_start
+from trinity.remote.channel.channel import Address
+from trinity.remote.supervision.fork_client import Launcher
+from trinity.remote.supervision.process_identity import read_start
 
 ROUNDS = 3  # of requests, of which a strike falls into the second
 

@@ -19,7 +19,7 @@ from support.checkpoint_files import checkpoint
 from support.host_spaces import HostSpaces, host_spaces
 from sweeps import host_kills
 from trinity.costs.cluster import Cluster
-from trinity.remote.process_identity import has_ended, read_start
+from trinity.remote.supervision.process_identity import has_ended, read_start
 
 pytestmark = [
     pytest.mark.slow,

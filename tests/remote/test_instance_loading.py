@@ -20,13 +20,8 @@ from trinity.emulation.model import EmulatedModel
 from trinity.errors import ConfigError, PeerLost
 from trinity.instance import Instance
 from trinity.memory.cache_config import CacheConfig
-from trinity.remote.channel import Address, Channel, connect
-from trinity.remote.fork_client import Launcher
-from trinity.remote.instance_client import InstanceClient
-from trinity.remote.instance_setup import hold_instance_weights
-from trinity.remote.supervisor import make_setups
-from trinity.remote.supply import InstancePlace
-from trinity.remote.wire import (
+from trinity.remote.channel.channel import Address, Channel, connect
+from trinity.remote.channel.wire import (
     Hello,
     InstanceFailure,
     InstanceInfo,
@@ -38,6 +33,11 @@ from trinity.remote.wire import (
     decode,
     encode,
 )
+from trinity.remote.instance_setup import hold_instance_weights
+from trinity.remote.supervision.fork_client import Launcher
+from trinity.remote.supervision.instance_client import InstanceClient
+from trinity.remote.supervision.process_config import make_setups
+from trinity.remote.supervision.supply import InstancePlace
 from trinity.runtime import loader
 from trinity.runtime.loader import ServingConfig
 from trinity.timeline import Timeline

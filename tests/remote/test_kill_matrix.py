@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-import trinity.remote.supervisor_core
+import trinity.remote.supervision.supervisor_core
 from support.checkpoint_files import checkpoint
 from support.lender import ready
 from support.pauses import PHASES, Pauses, pausing
@@ -84,7 +84,7 @@ def wanted() -> list[int]:
 @pytest.fixture(autouse=True)
 def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pipeline that is struck twenty times a minute would pause longer and longer."""
-    monkeypatch.setattr(trinity.remote.supervisor_core, "LONGEST_BACKOFF_S", 0.1)
+    monkeypatch.setattr(trinity.remote.supervision.supervisor_core, "LONGEST_BACKOFF_S", 0.1)
 
 
 def mappings(process: int) -> int:

@@ -15,11 +15,11 @@ from support.bare_launchers import BARE, LIVENESS_S, Births, gone, has_gone, lea
 from support.bare_launchers import bare as bare
 from support.bare_launchers import started as started
 from support.paths import PYTHON_PATH
-from trinity.remote import warm_launchers
-from trinity.remote.fork_client import Launcher
-from trinity.remote.fork_supply import InstanceForks
-from trinity.remote.process_identity import read_start
-from trinity.remote.warm_launchers import take_launcher
+from trinity.remote.supervision import warm_launchers
+from trinity.remote.supervision.fork_client import Launcher
+from trinity.remote.supervision.fork_supply import InstanceForks
+from trinity.remote.supervision.process_identity import read_start
+from trinity.remote.supervision.warm_launchers import take_launcher
 
 
 async def test_one_that_nobody_takes_ends(started: Births, bare: None) -> None:
@@ -87,7 +87,8 @@ async def test_of_those_that_end_as_soon_as_they_are_ready_one_is_replaced(
 
 PROGRAM = """
 import asyncio, os, sys, time
-from trinity.remote import fork_client, warm_launchers
+from trinity.remote.supervision import fork_client
+from trinity.remote.supervision import warm_launchers
 
 async def main():
     launcher, _ = await warm_launchers.take_launcher(torch=False)

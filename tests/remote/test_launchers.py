@@ -12,11 +12,11 @@ import pytest
 
 from support.running_instances import LIVENESS_S
 from trinity.errors import ConfigError
-from trinity.remote import fork_client
-from trinity.remote.channel import Address
-from trinity.remote.fork_client import SILENT_S, Launcher, LauncherSilent, find_kept
-from trinity.remote.process_identity import read_start
-from trinity.remote.supply import InstanceProcess
+from trinity.remote.channel.channel import Address
+from trinity.remote.supervision import fork_client
+from trinity.remote.supervision.fork_client import SILENT_S, Launcher, LauncherSilent, find_kept
+from trinity.remote.supervision.process_identity import read_start
+from trinity.remote.supervision.supply import InstanceProcess
 
 NOWHERE = Address("unix", path="nowhere")
 START = """

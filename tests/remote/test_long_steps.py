@@ -12,14 +12,15 @@ from typing import Any, cast
 
 import pytest
 
+from remote.supervision.test_supervisor_core import core_of, table
 from remote.test_supervision import emulated
-from remote.test_supervisor_core import core_of, table
 from support.emulated_pipelines import LIVENESS_S, asked, check, serve
 from support.freezing import freeze
 from trinity.remote import session as session_module
+from trinity.remote.channel.wire import AtStep, decode
 from trinity.remote.session import InstanceSession
-from trinity.remote.supervised_lives import SUSPECT_S
-from trinity.remote.supervisor_core import (
+from trinity.remote.supervision.supervised_lives import SUSPECT_S
+from trinity.remote.supervision.supervisor_core import (
     LEAVING_SILENCE_S,
     STEP_FLOOR_S,
     STEP_TIMES,
@@ -27,8 +28,7 @@ from trinity.remote.supervisor_core import (
     SupervisorCore,
     find_step_limit,
 )
-from trinity.remote.supervisor_messages import Down, Event, Fence, Quiet, Retire, Separate, Suspect
-from trinity.remote.wire import AtStep, decode
+from trinity.remote.supervision.supervisor_messages import Down, Event, Fence, Quiet, Retire, Separate, Suspect
 
 SILENCE_S, BEAT_S, WATCH_S = 20.0, 1.0, 0.5
 KNOWN_S = 12.0  # of a step that is long by its prediction

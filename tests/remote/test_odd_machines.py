@@ -22,7 +22,7 @@ from trinity.core.failure_policy import NO_RECOVERY
 from trinity.errors import RequestError, TrinityError
 from trinity.memory.cache_config import CacheConfig
 from trinity.pipeline import Pipeline
-from trinity.remote.supervisor import ProcessConfig
+from trinity.remote.supervision.process_config import ProcessConfig
 
 PATHS = os.pathsep.join([str(ROOT / "src"), str(ROOT / "tests")])
 SERVE = """
@@ -32,7 +32,7 @@ from trinity.emulation.model import EmulatedRequest
 from trinity.errors import TrinityError
 from trinity.memory.cache_config import CacheConfig
 from trinity.pipeline import Pipeline
-from trinity.remote.supervisor import ProcessConfig
+from trinity.remote.supervision.process_config import ProcessConfig
 
 async def main(connector, seconds):
     cache = CacheConfig(pools=POOLS)

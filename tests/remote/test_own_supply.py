@@ -14,11 +14,11 @@ from support import emulated_pipelines
 from support.running_instances import LIVENESS_S, tcp
 from trinity.errors import ConfigError, PeerLost
 from trinity.pipeline import Pipeline
-from trinity.remote import instance_processes
-from trinity.remote.channel import Address
-from trinity.remote.fork_client import Launcher, kept_launcher
-from trinity.remote.supervisor import ProcessConfig
-from trinity.remote.supply import AttachedSupply, InstanceOrder, InstancePlace
+from trinity.remote.channel.channel import Address
+from trinity.remote.supervision import instance_processes
+from trinity.remote.supervision.fork_client import Launcher, kept_launcher
+from trinity.remote.supervision.process_config import ProcessConfig
+from trinity.remote.supervision.supply import AttachedSupply, InstanceOrder, InstancePlace
 
 RESTARTS = 2
 

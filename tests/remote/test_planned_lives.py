@@ -8,12 +8,12 @@ from functools import partial
 
 import pytest
 
-from remote.test_supervisor_core import come_up, core_of, table
+from remote.supervision.test_supervisor_core import come_up, core_of, table
 from support.supervised_world import World
 from trinity.core.messages import Tick
-from trinity.remote.supervised_lives import LifePhase
-from trinity.remote.supervisor_core import BACKOFF_S, SupervisorCore
-from trinity.remote.supervisor_messages import (
+from trinity.remote.supervision.supervised_lives import LifePhase
+from trinity.remote.supervision.supervisor_core import BACKOFF_S, SupervisorCore
+from trinity.remote.supervision.supervisor_messages import (
     Add,
     Begin,
     CloseAll,

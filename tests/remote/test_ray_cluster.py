@@ -24,11 +24,11 @@ from trinity.connector import Connector
 from trinity.errors import ConfigError, PeerLost, TrinityError
 from trinity.memory.cache_config import CacheConfig
 from trinity.pipeline import Pipeline
-from trinity.remote.process_identity import has_ended, read_start
-from trinity.remote.ray_supply import RaySupply
-from trinity.remote.supervisor import ProcessConfig
-from trinity.remote.supply import InstanceOrder
-from trinity.remote.tls import TLSConfig
+from trinity.remote.channel.tls import TLSConfig
+from trinity.remote.ray.ray_supply import RaySupply
+from trinity.remote.supervision.process_config import ProcessConfig
+from trinity.remote.supervision.process_identity import has_ended, read_start
+from trinity.remote.supervision.supply import InstanceOrder
 from trinity.testing.oracle import Oracle
 from trinity.testing.supply_contract import check_supply
 
@@ -151,11 +151,11 @@ async def test_a_driver_that_is_killed_is_replaced(cluster: RayCluster) -> None:
     async with emulated(**given) as pipe, asyncio.timeout(LIVENESS_S):
         await serves(pipe)
         before = instances_of(cluster)
-        [driver] = find_processes("trinity.remote.ray_driver")
+        [driver] = find_processes("trinity.remote.ray.ray_driver")
         os.kill(driver, signal.SIGKILL)
         await until_gone(before)
         await serves(pipe)
-        assert find_processes("trinity.remote.ray_driver") != [driver]
+        assert find_processes("trinity.remote.ray.ray_driver") != [driver]
 
 
 async def begun(made: RaySupply, name: str = "E0") -> None:

@@ -14,11 +14,11 @@ import pytest
 from support.running_instances import LIVENESS_S, SECRET
 from trinity.core.messages import PeerUp
 from trinity.errors import HandshakeError
-from trinity.remote.channel import Address, Channel
-from trinity.remote.handshake import GREETING, MAGIC, NEEDS_TLS, PROOF, VERSION, shake_hands
-from trinity.remote.listener import listen
+from trinity.remote.channel.channel import Address, Channel
+from trinity.remote.channel.handshake import GREETING, MAGIC, NEEDS_TLS, PROOF, VERSION, shake_hands
+from trinity.remote.channel.listener import listen
+from trinity.remote.channel.wire import Hello, InstanceInfo, encode
 from trinity.remote.session import InstanceSession
-from trinity.remote.wire import Hello, InstanceInfo, encode
 
 Peer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 TRIES = 12  # more than connect() makes by itself

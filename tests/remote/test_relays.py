@@ -26,12 +26,12 @@ from trinity.errors import HandshakeError, IntegrityError, PeerLost, RequestErro
 from trinity.instance import Instance
 from trinity.memory.cache_config import CacheConfig
 from trinity.pipeline import Pipeline
-from trinity.remote import handshake
-from trinity.remote.channel import Address, Channel, connect
-from trinity.remote.fork_client import kept_launcher
-from trinity.remote.listener import listen
-from trinity.remote.supervisor import ProcessConfig
-from trinity.remote.wire import decode, encode
+from trinity.remote.channel import handshake
+from trinity.remote.channel.channel import Address, Channel, connect
+from trinity.remote.channel.listener import listen
+from trinity.remote.channel.wire import decode, encode
+from trinity.remote.supervision.fork_client import kept_launcher
+from trinity.remote.supervision.process_config import ProcessConfig
 
 KEY = SECRET.encode()
 FIRST = 3  # frames of the server that are let through: its hello and two more

@@ -17,8 +17,8 @@ from typing import Any, cast
 
 import pytest
 
-import trinity.remote.fork_client
-import trinity.remote.instance_processes
+import trinity.remote.supervision.fork_client
+import trinity.remote.supervision.instance_processes
 from support import emulated_pipelines
 from support.checkpoint_files import checkpoint
 from support.freezing import freeze
@@ -31,14 +31,14 @@ from trinity.emulation.model import EmulatedRequest
 from trinity.errors import ConfigError, Overloaded, PeerLost, RequestError
 from trinity.instance import Instance
 from trinity.pipeline import Pipeline
-from trinity.remote import leftovers
-from trinity.remote.channel import Address
-from trinity.remote.fork_client import Launcher
-from trinity.remote.instance_processes import InstanceSupervisor
-from trinity.remote.process_identity import has_ended, read_start
-from trinity.remote.supervisor import ProcessConfig
-from trinity.remote.supervisor_messages import InstanceHealth
-from trinity.remote.warm_launchers import close_idle
+from trinity.remote.channel.channel import Address
+from trinity.remote.supervision import leftovers
+from trinity.remote.supervision.fork_client import Launcher
+from trinity.remote.supervision.instance_processes import InstanceSupervisor
+from trinity.remote.supervision.process_config import ProcessConfig
+from trinity.remote.supervision.process_identity import has_ended, read_start
+from trinity.remote.supervision.supervisor_messages import InstanceHealth
+from trinity.remote.supervision.warm_launchers import close_idle
 from trinity.testing.oracle import Oracle
 from trinity.timeline import Timeline
 
@@ -169,7 +169,7 @@ async def test_a_start_given_up_takes_nothing_from_others_that_share_the_launche
 
 
 async def test_a_launcher_that_does_not_answer_is_a_typed_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trinity.remote.fork_client, "INSTANCE_START_S", 0.01)
+    monkeypatch.setattr(trinity.remote.supervision.fork_client, "INSTANCE_START_S", 0.01)
     launcher = SlowLauncher(torch=False)
     try:
         with pytest.raises(PeerLost, match="was not ready"):
@@ -323,8 +323,10 @@ async def listened(monkeypatch: pytest.MonkeyPatch, heard: list[float], wakes: l
 
     processes = InstanceSupervisor(cast(Any, None), Timeline(), {}, None, ProcessConfig(silence_s=8.0))
     processes._lives = cast(Any, {("E0", 0): client})
-    monkeypatch.setattr(trinity.remote.instance_processes, "asyncio", SimpleNamespace(sleep=sleep))
-    monkeypatch.setattr(trinity.remote.instance_processes, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(trinity.remote.supervision.instance_processes, "asyncio", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr(
+        trinity.remote.supervision.instance_processes, "time", SimpleNamespace(monotonic=lambda: now[0])
+    )
     monkeypatch.setattr(processes, "handle", lambda quiet: told.append(quiet.seconds))
     with pytest.raises(RuntimeError):  # the wakes have run out
         await processes._watch_silence()

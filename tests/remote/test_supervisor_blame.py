@@ -6,12 +6,12 @@ from itertools import pairwise
 
 import pytest
 
-from remote.test_supervisor_core import come_up, core_of, table
+from remote.supervision.test_supervisor_core import come_up, core_of, table
 from support.supervised_world import World
 from trinity.core.messages import Tick
-from trinity.remote.supervised_lives import MEET_S, MOST_UNMET, SUSPECT_S
-from trinity.remote.supervisor_core import LONGEST_AWAY_S, SupervisorCore
-from trinity.remote.supervisor_messages import (
+from trinity.remote.supervision.supervised_lives import MEET_S, MOST_UNMET, SUSPECT_S
+from trinity.remote.supervision.supervisor_core import LONGEST_AWAY_S, SupervisorCore
+from trinity.remote.supervision.supervisor_messages import (
     Begin,
     Down,
     Ended,

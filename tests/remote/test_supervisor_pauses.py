@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from remote.test_supervisor_core import come_up, core_of
+from remote.supervision.test_supervisor_core import come_up, core_of
 from trinity.core.messages import Tick
-from trinity.remote.supervisor_core import (
+from trinity.remote.supervision.supervisor_core import (
     BACKOFF_S,
     LONGEST_AWAY_S,
     LONGEST_BACKOFF_S,
@@ -14,7 +14,7 @@ from trinity.remote.supervisor_core import (
     STEADY_S,
     SupervisorCore,
 )
-from trinity.remote.supervisor_messages import Ended, Launch, Lost
+from trinity.remote.supervision.supervisor_messages import Ended, Launch, Lost
 
 
 def pauses(core: SupervisorCore, name: str, times: int, serves_s: float | None) -> list[float]:

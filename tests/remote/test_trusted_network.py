@@ -18,10 +18,10 @@ from support.running_instances import LIVENESS_S, SECRET
 from trinity.errors import ConfigError
 from trinity.instance import Instance
 from trinity.pipeline import Pipeline
-from trinity.remote.channel import Address
-from trinity.remote.host_addresses import crosses_network, is_numeric, is_own, name_machine
-from trinity.remote.supervisor import ProcessConfig
-from trinity.remote.supply import InstanceOrder, InstancePlace
+from trinity.remote.channel.channel import Address
+from trinity.remote.channel.host_addresses import crosses_network, is_numeric, is_own, name_machine
+from trinity.remote.supervision.process_config import ProcessConfig
+from trinity.remote.supervision.supply import InstanceOrder, InstancePlace
 
 FAR = [
     "tcp:203.0.113.9:7000",
@@ -80,7 +80,7 @@ async def test_a_place_of_any_supply_is_asked_the_same_and_its_life_ended() -> N
 
 
 def test_a_supply_that_was_told_is_not_asked_again() -> None:
-    """As a RaySupply is: tests/remote/test_ray_supply.py."""
+    """As a RaySupply is: tests/remote/ray/test_ray_supply.py."""
     far, terms = Address.parse(FAR[0]), ProcessConfig()
     terms.check_place("P0", InstancePlace(far, trusted_network=True))
     terms.check_place("P0", InstancePlace(Address.parse(NEAR[0])))

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 from trinity.core.messages import Cancel, PeerDown, Value
-from trinity.remote.channel import Channel
-from trinity.remote.instance_client import InstanceClient
+from trinity.remote.channel.channel import Channel
+from trinity.remote.channel.wire import AtStep, Setup, encode
 from trinity.remote.session import InstanceSession
-from trinity.remote.supervisor_messages import Event, Lost
-from trinity.remote.wire import AtStep, Setup, encode
+from trinity.remote.supervision.instance_client import InstanceClient
+from trinity.remote.supervision.supervisor_messages import Event, Lost
 from trinity.timeline import Timeline
 
 D0 = cast(Setup, SimpleNamespace(name="D0", epoch=0))

@@ -23,7 +23,7 @@ from trinity.errors import ConfigError
 from trinity.instance import Instance, check_core_numbers, split_cores
 from trinity.memory.cache_config import CacheConfig
 from trinity.pipeline import Pipeline
-from trinity.remote.fork_client import Launcher
+from trinity.remote.supervision.fork_client import Launcher
 from trinity.runtime import cpu_affinity
 from trinity.runtime.cpu_affinity import check_cores, pin_process
 from trinity.runtime.lane import Lane

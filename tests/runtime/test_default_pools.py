@@ -25,9 +25,9 @@ from trinity.memory.block_memory import BlockMemory, BlockShape
 from trinity.memory.cache_config import CacheConfig
 from trinity.memory.devices import ENCODE_BYTES
 from trinity.preprocess.checkpoint.config_file import read_config
+from trinity.remote.channel.wire import Setup, decode, encode
 from trinity.remote.instance_setup import load_instance
-from trinity.remote.supervisor import make_setups
-from trinity.remote.wire import Setup, decode, encode
+from trinity.remote.supervision.process_config import make_setups
 from trinity.runtime import host, loader
 from trinity.runtime.loader import ServingConfig, load_instances
 from trinity.runtime.pool_shapes import block_shapes

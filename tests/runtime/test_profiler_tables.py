@@ -21,7 +21,7 @@ from trinity.instance import Instance, name_instances
 from trinity.memory.cache_config import CacheConfig
 from trinity.pipeline import Pipeline
 from trinity.preprocess.processor import RequestProcessor
-from trinity.remote.fork_client import Launcher
+from trinity.remote.supervision.fork_client import Launcher
 from trinity.runtime.host import LoadedInstance
 from trinity.runtime.loader import ServingConfig, load_instances
 from trinity.runtime.profiler import CombinedProbe, Probe, profile_tables

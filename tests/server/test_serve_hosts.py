@@ -22,7 +22,7 @@ from support.http_server import chat_body
 from support.paths import ROOT
 from support.running_instances import SECRET, free_port
 from trinity.errors import ConfigError
-from trinity.remote.hosts import plan_hosts, write_hosts
+from trinity.remote.hosts.hosts import plan_hosts, write_hosts
 from trinity.server.command import _make_parser, make_served_pipeline
 
 LIVENESS_S = 120.0

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trinity.stages import device_tables
-from trinity.stages.attention.flash_infer import make_page_lists
-from trinity.stages.attention.varlen import make_varlen_rows
+from trinity.stages.attention.gpu.flash_infer import make_page_lists
+from trinity.stages.attention.gpu.varlen import make_varlen_rows
 from trinity.stages.batch import Chunk, Decodes, build_batch
 from trinity.stages.block_tables import BlockTables
 from trinity.stages.device_tables import DeviceTables

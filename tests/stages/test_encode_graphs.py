@@ -21,8 +21,8 @@ from trinity.core.messages import Encode, Step
 from trinity.memory.block_memory import BlockMemory
 from trinity.memory.devices import free_cached_memory
 from trinity.preprocess.processor import ProcessedRequest
-from trinity.stages.cuda_graphs import GraphCache, GraphFunction, make_graph_cache
 from trinity.stages.encode import EncodeStage, make_graph_key
+from trinity.stages.gpu.cuda_graphs import GraphCache, GraphFunction, make_graph_cache
 from trinity.stages.models import load_model
 from trinity.testing.checkpoints import ARCHITECTURES
 

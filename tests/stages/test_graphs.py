@@ -11,13 +11,13 @@ from torch import Tensor
 
 from support.language_stage import PROMPT, Solo, work
 from support.operator_tape import CPU, StaticTorch, every_operator_is_torchs, graphs
-from trinity.stages import decode_graphs
 from trinity.stages.async_steps import SPARE_SLOT, DeviceTokens
 from trinity.stages.attention.torch_reference import TorchAttention
 from trinity.stages.batch import Chunk, Decodes
-from trinity.stages.cuda_graphs import make_graph_cache
-from trinity.stages.decode_graphs import DecodeGraphs
-from trinity.stages.decode_state import ADVANCE, LENGTH, PLACE, ROPE, SLOT, DecodeState
+from trinity.stages.gpu import decode_graphs
+from trinity.stages.gpu.cuda_graphs import make_graph_cache
+from trinity.stages.gpu.decode_graphs import DecodeGraphs
+from trinity.stages.gpu.decode_state import ADVANCE, LENGTH, PLACE, ROPE, SLOT, DecodeState
 
 pytestmark = pytest.mark.usefixtures(every_operator_is_torchs.__name__)
 

@@ -20,7 +20,7 @@ from trinity.request import Output, Sampling
 from trinity.stages import language
 from trinity.stages.async_steps import DeviceTokens, FinishedStep, LaunchedStep
 from trinity.stages.base import LaunchableStage, PendingStep, StageSetup
-from trinity.stages.decode_graphs import DecodeGraphs
+from trinity.stages.gpu.decode_graphs import DecodeGraphs
 from trinity.stages.language import LanguageStage
 
 pytestmark = pytest.mark.usefixtures(every_operator_is_torchs.__name__)

@@ -18,8 +18,8 @@ from support.operator_tape import every_operator_is_torchs
 from trinity.core.messages import Open, Prefill, ResolvedSampling, Step, Work
 from trinity.memory.block_memory import BlockMemory
 from trinity.stages.async_steps import LaunchedStep
+from trinity.stages.attention.gpu.varlen import make_varlen_rows
 from trinity.stages.attention.interface import AttentionParams, PagedRows
-from trinity.stages.attention.varlen import make_varlen_rows
 from trinity.stages.language import LanguageStage
 from trinity.stages.models import load_model
 from trinity.stages.uploads import upload

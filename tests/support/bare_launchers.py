@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from trinity.remote.fork_client import Launcher
-from trinity.remote.process_identity import has_ended, read_start
-from trinity.remote.warm_launchers import LAUNCHER_WAITS_S, close_idle, leave_launcher, take_launcher
+from trinity.remote.supervision.fork_client import Launcher
+from trinity.remote.supervision.process_identity import has_ended, read_start
+from trinity.remote.supervision.warm_launchers import LAUNCHER_WAITS_S, close_idle, leave_launcher, take_launcher
 
 LIVENESS_S = 60.0
 BARE = "from trinity.remote import fork_server as s; s.PACED_MODULES = (); s.main()"

@@ -17,7 +17,7 @@ from support import paths
 from trinity.instance import Instance
 from trinity.memory.cache_config import CacheConfig
 from trinity.pipeline import Pipeline
-from trinity.remote.supervisor import ProcessConfig
+from trinity.remote.supervision.process_config import ProcessConfig
 
 SECRET = "the secret of front ends that are buddies"
 LIVENESS_S = 60.0

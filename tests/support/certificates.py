@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from trinity.remote.tls import TLSConfig
+from trinity.remote.channel.tls import TLSConfig
 
 OPENSSL = shutil.which("openssl")
 NEW_KEY = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]

@@ -18,12 +18,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from support.operator_tape import LOOKS
 from support.operator_tape import graphs as recorded_graphs
 from trinity.memory.block_memory import BlockMemory
-from trinity.stages.attention import triton_kernels
-from trinity.stages.attention.triton import TritonAttention
+from trinity.stages.attention.gpu import triton_kernels
+from trinity.stages.attention.gpu.triton import TritonAttention
 from trinity.stages.batch import Decodes
-from trinity.stages.decode_graphs import DecodeGraphs
-from trinity.stages.kernels import triton_elementwise
-from trinity.stages.kernels.device_layers import fuse_device_layers
+from trinity.stages.gpu.decode_graphs import DecodeGraphs
+from trinity.stages.kernels.gpu import triton_elementwise
+from trinity.stages.kernels.gpu.device_layers import fuse_device_layers
 from trinity.stages.models import LoadedModel, load_model, loader
 
 

@@ -15,7 +15,7 @@ from support.host_commands import ENVIRONMENT, HostCommand
 from support.namespaces import HostSpace, two_hosts
 from support.running_instances import PHOTOS
 from trinity.costs.cluster import Cluster
-from trinity.remote.hosts import HostTable, plan_hosts, write_hosts
+from trinity.remote.hosts.hosts import HostTable, plan_hosts, write_hosts
 
 PROGRAM = paths.TESTS / "support" / "hosts_program.py"
 NAMES = ("alpha", "beta")

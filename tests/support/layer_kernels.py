@@ -25,11 +25,12 @@ from triton.compiler import ASTSource, make_backend
 from triton.runtime.jit import create_function_from_signature
 
 from support.device_layers import KERNELS, launches_told
+from trinity.stages.attention.gpu.triton import TritonAttention
 from trinity.stages.attention.interface import PAGED_ATTENTION, PagedBatch, register_attention
-from trinity.stages.attention.triton import TritonAttention
 from trinity.stages.batch import Chunk, Decodes, RaggedBatch, build_batch
-from trinity.stages.decode_state import make_static_rows
-from trinity.stages.kernels import decoder_layers, device_layers, last_layer, triton_elementwise
+from trinity.stages.gpu.decode_state import make_static_rows
+from trinity.stages.kernels import decoder_layers, last_layer
+from trinity.stages.kernels.gpu import device_layers, triton_elementwise
 from trinity.stages.kernels.last_layer import skip_unsampled_rows
 
 OWN = KERNELS[triton_elementwise]

@@ -55,7 +55,7 @@ def _of_python() -> set[int | None]:
 
 
 def _waiting_launchers() -> list[Any]:
-    module: Any = sys.modules.get("trinity.remote.warm_launchers")
+    module: Any = sys.modules.get("trinity.remote.supervision.warm_launchers")
     return list(module._idle.values()) if module is not None else []
 
 

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from trinity.stages.attention.interface import AttentionParams, PagedRows
 from trinity.stages.attention.torch_reference import TorchAttention
-from trinity.stages.cuda_graphs import GraphCache
+from trinity.stages.gpu.cuda_graphs import GraphCache
 from trinity.stages.kernels import (
     decoder_layers,
     encoder_attention,

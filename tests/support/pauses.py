@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from trinity.remote import fork_client
-from trinity.remote.fork_client import Launcher
+from trinity.remote.supervision import fork_client
+from trinity.remote.supervision.fork_client import Launcher
 from trinity.transport import registry
 from trinity.transport.nixl.transport import NixlTransport
 

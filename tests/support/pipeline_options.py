@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trinity.memory.cache_config import CacheConfig
-from trinity.remote.supervisor import ProcessConfig
+from trinity.remote.supervision.process_config import ProcessConfig
 
 GROUPS: dict[str, type[CacheConfig] | type[ProcessConfig]] = {"cache": CacheConfig, "processes": ProcessConfig}
 

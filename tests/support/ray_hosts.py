@@ -57,7 +57,7 @@ class RayHosts(AskedProgram):
 
     def driver(self) -> list[int]:
         """Processes of the program's driver of Ray."""
-        return find_processes("trinity.remote.ray_driver")
+        return find_processes("trinity.remote.ray.ray_driver")
 
 
 def find_processes(of: str) -> list[int]:

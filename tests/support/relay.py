@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 
-from trinity.remote.channel import MORE, Address
+from trinity.remote.channel.channel import MORE, Address
 
 GREETING, PROOF, SIZE, TAG = 39, 32, 4, 16  # bytes on the wire, in the order of a connection
 UP, DOWN = "client to server", "server to client"

@@ -21,11 +21,11 @@ from trinity.core.failure_policy import NO_RECOVERY
 from trinity.errors import TransportError, TrinityError
 from trinity.instance import Instance
 from trinity.pipeline import Pipeline
-from trinity.remote.channel import Address, connect
-from trinity.remote.fork_client import Launcher
-from trinity.remote.supply import InstanceProcess
-from trinity.remote.tls import TLSConfig
-from trinity.remote.wire import Hello, encode
+from trinity.remote.channel.channel import Address, connect
+from trinity.remote.channel.tls import TLSConfig
+from trinity.remote.channel.wire import Hello, encode
+from trinity.remote.supervision.fork_client import Launcher
+from trinity.remote.supervision.supply import InstanceProcess
 from trinity.request import Output, Request, Sampling
 
 PHOTOS = sorted(paths.PHOTOS.glob("*.jpg"))

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from trinity.remote import fork_client
-from trinity.remote.fork_client import Launcher
+from trinity.remote.supervision import fork_client
+from trinity.remote.supervision.fork_client import Launcher
 
 
 @contextmanager

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from support.operator_tape import StaticTorch
+from trinity.stages.attention.gpu.varlen import VarlenRows
 from trinity.stages.attention.interface import AttentionParams, PagedRows
-from trinity.stages.attention.varlen import VarlenRows
 
 
 class StaticChunks(StaticTorch):

@@ -10,8 +10,8 @@ from functools import partial
 from itertools import count
 
 from trinity.core.messages import Tick
-from trinity.remote.supervisor_core import SupervisorCore
-from trinity.remote.supervisor_messages import (
+from trinity.remote.supervision.supervisor_core import SupervisorCore
+from trinity.remote.supervision.supervisor_messages import (
     Begin,
     CloseAll,
     Down,

@@ -17,14 +17,14 @@ from torch import Tensor
 from support.checkpoint_files import checkpoint
 from tools.kernel_table import record_launches
 from trinity.memory.block_memory import BlockMemory
-from trinity.stages import prefill_graphs
-from trinity.stages.attention.triton import TritonAttention
+from trinity.stages.attention.gpu.triton import TritonAttention
 from trinity.stages.batch import NO_DECODES, Chunk, Decodes
-from trinity.stages.cuda_graphs import GraphCache
-from trinity.stages.decode_graphs import DecodeGraphs
+from trinity.stages.gpu import prefill_graphs
+from trinity.stages.gpu.cuda_graphs import GraphCache
+from trinity.stages.gpu.decode_graphs import DecodeGraphs
+from trinity.stages.gpu.prefill_graphs import PrefillGraphs
 from trinity.stages.language import LanguageStage, StepRows
 from trinity.stages.models import load_model
-from trinity.stages.prefill_graphs import PrefillGraphs
 
 STEPS, BLOCKS, BLOCK_ROWS, PROCESSORS = 300, 300, 16, 132
 

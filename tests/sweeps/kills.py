@@ -30,10 +30,10 @@ from trinity.emulation.model import EmulatedRequest
 from trinity.errors import ConfigError, RequestError, TransportUnavailable, TrinityError
 from trinity.memory.cache_config import CacheConfig
 from trinity.pipeline import Pipeline
-from trinity.remote import supervisor_core
-from trinity.remote.fork_client import Launcher
-from trinity.remote.supervisor import ProcessConfig
-from trinity.remote.supervisor_messages import InstanceHealth
+from trinity.remote.supervision import supervisor_core
+from trinity.remote.supervision.fork_client import Launcher
+from trinity.remote.supervision.process_config import ProcessConfig
+from trinity.remote.supervision.supervisor_messages import InstanceHealth
 from trinity.request import Output
 
 SCHEMES = ("shm", "nixl", "ucx", "auto")

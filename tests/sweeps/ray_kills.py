@@ -34,7 +34,7 @@ def strike(hosts: RayHosts, kind: str, draw: random.Random) -> str:
         hosts.nodes[1].close()
         return "the second host's raylet"
     if kind == "driver":
-        [victim] = find_processes("trinity.remote.ray_driver")
+        [victim] = find_processes("trinity.remote.ray.ray_driver")
     else:
         word = "ray::HostActor" if kind == "actor" else "trinity.remote.fork_server"
         found = [each for node in hosts.nodes for each in node.processes(word)]

@@ -11,10 +11,10 @@ import pytest
 
 from support.running_instances import SECRET, by_hand, tcp
 from trinity.errors import ConfigError
-from trinity.remote.fork_client import Launcher, kept_launcher
-from trinity.remote.fork_supply import ForkSupply
-from trinity.remote.supply import AttachedSupply, InstanceOrder, InstancePlace, Supply
-from trinity.remote.warm_launchers import close_idle
+from trinity.remote.supervision.fork_client import Launcher, kept_launcher
+from trinity.remote.supervision.fork_supply import ForkSupply
+from trinity.remote.supervision.supply import AttachedSupply, InstanceOrder, InstancePlace, Supply
+from trinity.remote.supervision.warm_launchers import close_idle
 from trinity.testing import supply_contract
 from trinity.testing.supply_contract import INSTANCE_NAMES, check_supply
 

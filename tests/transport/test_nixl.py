@@ -26,7 +26,7 @@ from trinity.connector import Connector
 from trinity.core.messages import Pull
 from trinity.errors import HandshakeError, PeerLost, TransferTimeout, TransportUnavailable
 from trinity.memory.block_memory import BlockMemory
-from trinity.remote.supervisor import kept_launcher
+from trinity.remote.supervision.process_config import kept_launcher
 from trinity.transport import link, make_transport, ucx_environment
 from trinity.transport.link import LinkRemote
 from trinity.transport.nixl import agent

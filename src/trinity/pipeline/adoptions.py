@@ -20,8 +20,8 @@ from trinity.pipeline.stream import Stream
 from trinity.preprocess.processor import ProcessedRequest
 from trinity.preprocess.text.detokenizer import TextStream
 from trinity.remote.buddy import Buddy, JournalListener
-from trinity.remote.channel import Address
-from trinity.remote.supervisor import ProcessConfig
+from trinity.remote.channel.channel import Address
+from trinity.remote.supervision.process_config import ProcessConfig
 from trinity.request import Output, Token
 
 logger = logging.getLogger("trinity")

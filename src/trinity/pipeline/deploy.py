@@ -16,9 +16,9 @@ from trinity.instance import Instance, list_instances
 from trinity.placement import Placement
 from trinity.planner import Plan
 from trinity.remote.buddy import Buddy
-from trinity.remote.hosts import read_hosts
-from trinity.remote.supervisor import ProcessConfig
-from trinity.remote.tls import join_files
+from trinity.remote.channel.tls import join_files
+from trinity.remote.hosts.hosts import read_hosts
+from trinity.remote.supervision.process_config import ProcessConfig
 
 SEARCHED_LIMIT = 0  # a plan's batch limit that Algorithm 1 is to find
 PLANNED_DEPTH = 1  # of a plan whose search left the depth alone

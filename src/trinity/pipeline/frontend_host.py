@@ -27,7 +27,7 @@ from trinity.preprocess.preparation_lanes import run_beside_loop, takes_long
 from trinity.preprocess.processor import ProcessedRequest, RequestProcessor
 from trinity.preprocess.text.detokenizer import TextStream
 from trinity.preprocess.text.grammars import TRIAL_PATIENCE_S
-from trinity.remote.instance_client import InstanceClient
+from trinity.remote.supervision.instance_client import InstanceClient
 from trinity.request import Output, Request, check_request
 from trinity.runtime.host import InstanceHandle
 from trinity.traces.trace import Trace

@@ -16,8 +16,8 @@ from trinity.errors import RequestError
 from trinity.pipeline.stream import Stream
 from trinity.preprocess.processor import ProcessedRequest
 from trinity.remote.buddy import Buddy, JournalSender
-from trinity.remote.channel import Address
-from trinity.remote.tls import TLSConfig
+from trinity.remote.channel.channel import Address
+from trinity.remote.channel.tls import TLSConfig
 from trinity.request import Request
 
 

@@ -21,7 +21,7 @@ from trinity.core.messages import PeerLoad
 from trinity.emulation.model import EmulatedModel
 from trinity.metrics import SPANS, Metrics
 from trinity.pipeline.stream import Stream
-from trinity.remote.supervisor_messages import InstanceHealth
+from trinity.remote.supervision.supervisor_messages import InstanceHealth
 
 if TYPE_CHECKING:
     from trinity.pipeline.pipeline import Pipeline

@@ -46,9 +46,10 @@ from trinity.preprocess.checkpoint.own_processor import GivenProcessor, check_pr
 from trinity.preprocess.media.colours import Transparency
 from trinity.preprocess.media_limits import MediaLimits
 from trinity.preprocess.processor import RequestProcessor
-from trinity.remote import attached_instances, supervisor
-from trinity.remote.instance_client import InstanceClient
-from trinity.remote.supervisor_messages import InstanceHealth
+from trinity.remote.supervision import attached_instances
+from trinity.remote.supervision import process_config as supervisor
+from trinity.remote.supervision.instance_client import InstanceClient
+from trinity.remote.supervision.supervisor_messages import InstanceHealth
 from trinity.request import Output, Request
 from trinity.runtime import loader
 from trinity.runtime.host import InstanceHost

@@ -14,10 +14,11 @@ from trinity.pipeline.frontend_host import FrontendHost
 from trinity.pipeline.thread_instances import ThreadInstances
 from trinity.placement import Placement
 from trinity.preprocess.processor import RequestProcessor
-from trinity.remote import attached_instances, instance_processes, planned_restart, supervisor
-from trinity.remote.instance_client import InstanceClient
-from trinity.remote.supervisor_messages import InstanceHealth
-from trinity.remote.wire import Setup
+from trinity.remote.channel.wire import Setup
+from trinity.remote.supervision import attached_instances, instance_processes, planned_restart
+from trinity.remote.supervision import process_config as supervisor
+from trinity.remote.supervision.instance_client import InstanceClient
+from trinity.remote.supervision.supervisor_messages import InstanceHealth
 from trinity.runtime import loader
 from trinity.runtime.host import InstanceHost, LoadedInstance
 from trinity.runtime.shielded_wait import run_to_end

@@ -27,7 +27,7 @@ from trinity.pipeline.loop_thread import LoopThread
 from trinity.pipeline.pipeline import Pipeline
 from trinity.pipeline.stream import Stream
 from trinity.placement import Placement
-from trinity.remote.supervisor_messages import InstanceHealth
+from trinity.remote.supervision.supervisor_messages import InstanceHealth
 from trinity.request import Output, Request, Token
 from trinity.timeline import Timeline
 from trinity.traces.trace import Trace

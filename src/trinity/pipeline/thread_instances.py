@@ -11,8 +11,8 @@ from trinity.core.messages import PeerDown, PeerUp
 from trinity.core.peer_exit import PeerLeaving, PeerRemoved
 from trinity.core.routing import RoutingPolicy
 from trinity.pipeline.frontend_host import FrontendHost
-from trinity.remote.agreement import check_loaded
-from trinity.remote.planned_restart import WHY, WHY_REMOVED, Emptied
+from trinity.remote.channel.agreement import check_loaded
+from trinity.remote.supervision.planned_restart import WHY, WHY_REMOVED, Emptied
 from trinity.runtime import loader
 from trinity.runtime.host import InstanceHost, LoadedInstance
 from trinity.runtime.shielded_wait import wait_shielded

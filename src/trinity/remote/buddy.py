@@ -14,10 +14,10 @@ from trinity.core.journal import Journal, JournalKept, JournalStart, JournalWrit
 from trinity.core.values import is_frontend
 from trinity.errors import ConfigError, HandshakeError, TransportError, TrinityError
 from trinity.errors.arguments import Count, Positive, check_arguments
-from trinity.remote.channel import TIMEOUT_S, Address, Channel, connect
-from trinity.remote.listener import listen
-from trinity.remote.tls import TLSConfig
-from trinity.remote.wire import Hello, InstanceFailure, UnsendableMessage, decode, encode
+from trinity.remote.channel.channel import TIMEOUT_S, Address, Channel, connect
+from trinity.remote.channel.listener import listen
+from trinity.remote.channel.tls import TLSConfig
+from trinity.remote.channel.wire import Hello, InstanceFailure, UnsendableMessage, decode, encode
 
 logger = logging.getLogger("trinity")
 TELL_S = 0.05  # between two journals while requests are open

@@ -17,9 +17,9 @@ import msgspec
 from trinity.core.messages import FRONTEND, Cancel, Forget, Move, PeerDown, PeerLoad, Submit, Value
 from trinity.core.values import FrontendUp
 from trinity.errors import HandshakeError, TransportError
-from trinity.remote.channel import Channel
-from trinity.remote.request_faults import decode_or_end, encode_all
-from trinity.remote.wire import Attach, InstanceFailure, InstanceInfo, WeightsDigest, encode
+from trinity.remote.channel.channel import Channel
+from trinity.remote.channel.request_faults import decode_or_end, encode_all
+from trinity.remote.channel.wire import Attach, InstanceFailure, InstanceInfo, WeightsDigest, encode
 
 if TYPE_CHECKING:
     from trinity.runtime.host import InstanceHost

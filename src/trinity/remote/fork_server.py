@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from trinity.errors.parent_process import die_with_holder, name_process
-from trinity.remote.process_identity import describe_inheritance, read_start
+from trinity.remote.supervision.process_identity import describe_inheritance, read_start
 
 PACED_MODULES = ("trinity.remote.server",)
 MODEL_MODULES = ("torch", "transformers", *PACED_MODULES, "trinity.stages.language", "trinity.stages.encode")
@@ -167,8 +167,8 @@ def fork_instance(order: dict[str, Any], lifeline: int) -> None:
         os.dup2(null, 0)
         if order.get("shared"):
             os.environ.setdefault("UCX_POSIX_DIR", order["shared"])
+        from trinity.remote.channel.tls import TLSConfig
         from trinity.remote.server import serve_instance
-        from trinity.remote.tls import TLSConfig
 
         tls = TLSConfig(*order["tls"]) if order.get("tls") else None
         secret = bytes.fromhex(order["secret"])

@@ -14,9 +14,9 @@ from typing import NamedTuple
 from trinity.connector import Connector
 from trinity.errors import ConfigError, HandshakeError, TransportError
 from trinity.memory.weight_digests import LoadedFiles, known_whole_digest
-from trinity.remote.channel import Channel
+from trinity.remote.channel.channel import Channel
+from trinity.remote.channel.wire import InstancePrepared, ProceedInstance, Setup, StillBusy, decode, encode
 from trinity.remote.instance_setup import hold_instance_weights, identify_model, load_instance, prepare_transports
-from trinity.remote.wire import InstancePrepared, ProceedInstance, Setup, StillBusy, decode, encode
 from trinity.runtime.host import LoadedInstance
 
 logger = logging.getLogger("trinity")

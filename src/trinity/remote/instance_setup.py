@@ -15,9 +15,9 @@ from trinity.instance import Instance
 from trinity.memory.cache_config import CacheConfig
 from trinity.memory.weight_digests import LoadedFiles, identify_files, known_whole_digest, whole_digest
 from trinity.preprocess.processor import RequestProcessor
-from trinity.remote.agreement import CHANGED, check_served
-from trinity.remote.handshake import derive_block_key
-from trinity.remote.wire import Layout, ModelIdentity, Setup
+from trinity.remote.channel.agreement import CHANGED, check_served
+from trinity.remote.channel.handshake import derive_block_key
+from trinity.remote.channel.wire import Layout, ModelIdentity, Setup
 from trinity.runtime.host import LoadedInstance
 from trinity.runtime.loader import ServingConfig, config_digest, hold_weights, load_instances
 from trinity.runtime.model_classes import fingerprint_model

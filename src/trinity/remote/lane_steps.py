@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from trinity.remote.channel.wire import AtStep
 from trinity.remote.instance_loading import BUSY_BEAT_S
-from trinity.remote.supervisor_core import find_silence_limit, find_step_limit
-from trinity.remote.wire import AtStep
+from trinity.remote.supervision.supervisor_core import find_silence_limit, find_step_limit
 
 LaneStep = tuple[str, int]  # a lane, and the number of a step
 

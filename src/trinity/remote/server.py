@@ -26,12 +26,12 @@ from trinity.core.values import FRONTEND, is_frontend
 from trinity.errors import ConfigError, HandshakeError, TransportError, TrinityError
 from trinity.errors.parent_process import name_process
 from trinity.memory.block_memory import BlockMemory
-from trinity.remote.channel import SECRET_VARIABLE, SHORTEST_SECRET, TIMEOUT_S, Address, Channel
+from trinity.remote.channel.channel import SECRET_VARIABLE, SHORTEST_SECRET, TIMEOUT_S, Address, Channel
+from trinity.remote.channel.listener import listen
+from trinity.remote.channel.tls import TLS_FILES, TLSConfig, join_files
+from trinity.remote.channel.wire import Attach, Hello, InstanceFailure, Setup, decode, encode
 from trinity.remote.fellow_front_ends import START_FIRST, refuse
-from trinity.remote.listener import listen
 from trinity.remote.session import InstanceSession
-from trinity.remote.tls import TLS_FILES, TLSConfig, join_files
-from trinity.remote.wire import Attach, Hello, InstanceFailure, Setup, decode, encode
 from trinity.transport.ucx_environment import take_interface_of
 
 logger = logging.getLogger("trinity")
@@ -217,8 +217,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given, secret, tls = _read_arguments(arguments)
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if given.hosts:
-        from trinity.remote.host_keeper import keep_host
-        from trinity.remote.hosts import read_hosts
+        from trinity.remote.hosts.host_keeper import keep_host
+        from trinity.remote.hosts.hosts import read_hosts
 
         options = {"model": given.model, "emulated": given.emulated, "tls": tls}
         return keep_host(read_hosts(given.hosts), given.on, secret, _announce_named, **options)

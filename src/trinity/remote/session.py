@@ -25,17 +25,12 @@ from trinity.core.values import is_frontend
 from trinity.errors import HandshakeError, PeerLost, TransportError, TrinityError
 from trinity.memory.block_memory import BlockMemory
 from trinity.memory.weight_digests import LoadedFiles
-from trinity.remote.agreement import check_layouts, hash_weights
-from trinity.remote.channel import TIMEOUT_S, Address, Channel, connect
-from trinity.remote.fellow_front_ends import REPORT_BACKLOG as REPORT_BACKLOG
-from trinity.remote.fellow_front_ends import Fellows
-from trinity.remote.handshake import BrokenHandshake
-from trinity.remote.instance_loading import BUSY_BEAT_S, load_life, send_while_open
-from trinity.remote.instance_setup import describe_layouts, identify_model, make_instance_connector
-from trinity.remote.lane_steps import LaneSteps
-from trinity.remote.request_faults import decode_or_end, encode_all, end_requests, requests_of
-from trinity.remote.tls import TLSConfig
-from trinity.remote.wire import (
+from trinity.remote.channel.agreement import check_layouts, hash_weights
+from trinity.remote.channel.channel import TIMEOUT_S, Address, Channel, connect
+from trinity.remote.channel.handshake import BrokenHandshake
+from trinity.remote.channel.request_faults import decode_or_end, encode_all, end_requests, requests_of
+from trinity.remote.channel.tls import TLSConfig
+from trinity.remote.channel.wire import (
     CheckFiles,
     ConnectReport,
     DropPeer,
@@ -55,6 +50,11 @@ from trinity.remote.wire import (
     decode,
     encode,
 )
+from trinity.remote.fellow_front_ends import REPORT_BACKLOG as REPORT_BACKLOG
+from trinity.remote.fellow_front_ends import Fellows
+from trinity.remote.instance_loading import BUSY_BEAT_S, load_life, send_while_open
+from trinity.remote.instance_setup import describe_layouts, identify_model, make_instance_connector
+from trinity.remote.lane_steps import LaneSteps
 from trinity.runtime.cpu_affinity import check_cores, pin_process
 from trinity.runtime.host import InstanceHost
 from trinity.timeline import Timeline

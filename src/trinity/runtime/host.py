@@ -129,8 +129,8 @@ class LoadedInstance:
 
 def make_built_in_stages(setup: StageSetup, taken: str) -> list[Stage]:
     """Make trinity's stages for the roles that are not in ``taken``, the letters of the user's own stages."""
-    from trinity.stages.cuda_graphs import make_graph_cache
     from trinity.stages.encode import EncodeStage
+    from trinity.stages.gpu.cuda_graphs import make_graph_cache
     from trinity.stages.language import LanguageStage
 
     letters = "".join(letter for letter in setup.roles if letter not in taken)

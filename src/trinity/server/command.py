@@ -29,7 +29,7 @@ from trinity.pipeline.deploy import read_hosted_options
 from trinity.preprocess import worker_processes
 from trinity.preprocess.media_limits import MediaLimits
 from trinity.remote.buddy import Buddy
-from trinity.remote.tls import TLS_FILES
+from trinity.remote.channel.tls import TLS_FILES
 from trinity.server.acceptor import ConnectionAcceptor, OncePerMinute, default_connections
 from trinity.server.application import ModelServer
 from trinity.server.http_protocol import BoundedProtocol

@@ -12,7 +12,7 @@ from trinity.core.messages import Encode, Open, Sampled, Step
 from trinity.errors import StageError
 from trinity.memory.block_memory import BlockMemory
 from trinity.memory.freed_memory import release_at_times
-from trinity.stages.cuda_graphs import GraphCache, Tensors
+from trinity.stages.gpu.cuda_graphs import GraphCache, Tensors
 from trinity.stages.models import LoadedModel
 from trinity.stages.models.base import MediaInputs
 

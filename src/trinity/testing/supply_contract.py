@@ -12,9 +12,9 @@ from contextlib import AbstractAsyncContextManager, suppress
 
 from trinity.core.messages import FRONTEND
 from trinity.errors import HandshakeError, PeerLost, TransportError
-from trinity.remote.channel import SHORTEST_SECRET, Channel, connect
-from trinity.remote.supply import InstanceOrder, InstancePlace, Supply
-from trinity.remote.wire import Hello, encode
+from trinity.remote.channel.channel import SHORTEST_SECRET, Channel, connect
+from trinity.remote.channel.wire import Hello, encode
+from trinity.remote.supervision.supply import InstanceOrder, InstancePlace, Supply
 
 TRY_AGAIN_S = 0.02
 GONE_S = 10.0  # for what a closed supply has begun to be gone, which takes milliseconds

@@ -39,7 +39,7 @@ from trinity.core.transfers import PullTimes, TransferPolicy
 from trinity.emulation.model import EmulatedRequest
 from trinity.memory.cache_config import CacheConfig
 from trinity.pipeline import Pipeline
-from trinity.remote.wire import decode, encode
+from trinity.remote.channel.wire import decode, encode
 
 LIVENESS_S = 120.0
 

@@ -14,9 +14,9 @@ from trinity.connector import Connector
 from trinity.errors import ConfigError, UnknownName
 from trinity.memory import native
 from trinity.memory.cache_config import CacheConfig
+from trinity.remote.channel.wire import Setup, decode, encode
 from trinity.remote.instance_setup import load_instance
-from trinity.remote.supervisor import make_setup
-from trinity.remote.wire import Setup, decode, encode
+from trinity.remote.supervision.process_config import make_setup
 from trinity.runtime.host import LoadedInstance
 from trinity.runtime.loader import ServingConfig, load_instances
 from trinity.stages.attention import backends

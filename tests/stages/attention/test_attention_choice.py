@@ -291,7 +291,7 @@ def test_where_nothing_can_be_measured_the_first_serves_and_nothing_is_kept(
 def test_triton_is_measured_beside_the_others(counted: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Its interpreter is a real backend, and far the slowest one."""
     pytest.importorskip("triton", reason="triton is not installed: pip install triton")
-    from trinity.stages.attention.triton import TritonAttention
+    from trinity.stages.attention.gpu.triton import TritonAttention
 
     if torch.cuda.is_available():
         pytest.skip("kernels are compiled here, and need tensors of the GPU")

@@ -30,14 +30,20 @@ from trinity.errors import ConfigError
 from trinity.stages.attention import backends, probe
 from trinity.stages.attention.backends import BACKENDS, pick_backend
 from trinity.stages.attention.choice import CacheKind
-from trinity.stages.attention.flash_infer import PLAN_TURNS, FlashInferAttention, PageLists, PlanKind, PlannedWrapper
+from trinity.stages.attention.gpu.flash_infer import (
+    PLAN_TURNS,
+    FlashInferAttention,
+    PageLists,
+    PlanKind,
+    PlannedWrapper,
+)
+from trinity.stages.attention.gpu.library import FlashAttention3
+from trinity.stages.attention.gpu.triton import TritonAttention
+from trinity.stages.attention.gpu.varlen import make_varlen_rows
 from trinity.stages.attention.interface import AttentionParams, PagedRows
-from trinity.stages.attention.library import FlashAttention3
 from trinity.stages.attention.probe import find_fault
-from trinity.stages.attention.triton import TritonAttention
-from trinity.stages.attention.varlen import make_varlen_rows
 from trinity.stages.block_tables import BlockTables
-from trinity.stages.decode_state import make_static_rows
+from trinity.stages.gpu.decode_state import make_static_rows
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 SINKS = torch.tensor([0.5, 1.0, -1.0, 2.0])

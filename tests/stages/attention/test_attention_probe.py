@@ -15,10 +15,10 @@ from support.attention_libraries import paged
 from support.attention_scenes import LAYER, LAYERS, Scene, Text
 from trinity.errors import ConfigError
 from trinity.stages.attention import backends
-from trinity.stages.attention import flash as attention_flash
 from trinity.stages.attention.backends import BACKENDS, make_backend, pick_backend
 from trinity.stages.attention.choice import CacheKind
-from trinity.stages.attention.flash import (
+from trinity.stages.attention.gpu import flash as attention_flash
+from trinity.stages.attention.gpu.flash import (
     FlashAttention,
     call_flash_attn,
     call_torch_varlen,
@@ -262,6 +262,8 @@ def test_this_torch_says_whether_it_takes_tables(monkeypatch: pytest.MonkeyPatch
 
 
 def test_every_backend_has_a_maker(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "trinity.stages.attention.triton", SimpleNamespace(TritonAttention=TorchAttention))  # type: ignore[arg-type]
+    monkeypatch.setitem(
+        sys.modules, "trinity.stages.attention.gpu.triton", SimpleNamespace(TritonAttention=TorchAttention)
+    )  # type: ignore[arg-type]
     for name in ("triton", "varlen", "flash", "torch"):
         assert isinstance(BACKENDS[name].make(kind()), TorchAttention)

@@ -20,14 +20,14 @@ pytest.importorskip("triton", reason="triton is not installed: pip install trito
 
 from support.attention_scenes import LAYER, LAYERS, Scene, Text, asks, texts
 from support.language_stage import PROMPT, Solo, work
-from trinity.stages import decode_graphs
+from trinity.stages.attention.gpu.triton import TritonAttention, count_stages, make_triton_rows, next_power_of_two
+from trinity.stages.attention.gpu.varlen import make_varlen_rows
 from trinity.stages.attention.interface import AttentionParams, PagedRows
 from trinity.stages.attention.probe import find_fault
 from trinity.stages.attention.torch_reference import TorchAttention
-from trinity.stages.attention.triton import TritonAttention, count_stages, make_triton_rows, next_power_of_two
-from trinity.stages.attention.varlen import make_varlen_rows
-from trinity.stages.cuda_graphs import GraphCache
-from trinity.stages.decode_graphs import DecodeGraphs
+from trinity.stages.gpu import decode_graphs
+from trinity.stages.gpu.cuda_graphs import GraphCache
+from trinity.stages.gpu.decode_graphs import DecodeGraphs
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

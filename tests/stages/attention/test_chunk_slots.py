@@ -15,12 +15,12 @@ pytest.importorskip("triton", reason="triton is not installed: pip install trito
 
 from support.attention_scenes import LAYER, LAYERS, Scene, Text
 from trinity.stages.attention.backends import PerStepAttention
+from trinity.stages.attention.gpu.library import LibraryAttention
+from trinity.stages.attention.gpu.triton import TritonAttention, make_slots_wave
+from trinity.stages.attention.gpu.varlen import ChunkSlots, VarlenRows
 from trinity.stages.attention.interface import AttentionParams, PagedRows
-from trinity.stages.attention.library import LibraryAttention
 from trinity.stages.attention.probe import find_fault
 from trinity.stages.attention.torch_reference import TorchAttention
-from trinity.stages.attention.triton import TritonAttention, make_slots_wave
-from trinity.stages.attention.varlen import ChunkSlots, VarlenRows
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

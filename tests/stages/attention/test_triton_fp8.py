@@ -22,11 +22,11 @@ from trinity.errors import ConfigError
 from trinity.stages.attention.backends import pick_backend
 from trinity.stages.attention.choice import CacheKind
 from trinity.stages.attention.fp8 import FP8, find_spoilt, round_to, storage
+from trinity.stages.attention.gpu.triton import TritonAttention
 from trinity.stages.attention.interface import AttentionParams, PagedRows
 from trinity.stages.attention.probe import find_fault
 from trinity.stages.attention.torch_reference import TorchAttention
-from trinity.stages.attention.triton import TritonAttention
-from trinity.stages.kernels.device_elementwise import CachePlace, launch_rotary
+from trinity.stages.kernels.gpu.device_elementwise import CachePlace, launch_rotary
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

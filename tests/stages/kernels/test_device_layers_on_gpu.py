@@ -9,9 +9,9 @@ import torch
 pytest.importorskip("triton", reason="triton is not installed: pip install triton")
 
 from support.checkpoint_files import checkpoint
-from trinity.stages.attention.triton import TritonAttention
+from trinity.stages.attention.gpu.triton import TritonAttention
 from trinity.stages.batch import NO_DECODES, Chunk, Decodes, build_batch
-from trinity.stages.kernels import device_layers
+from trinity.stages.kernels.gpu import device_layers
 from trinity.stages.kernels.swaps import without_swaps
 from trinity.stages.models import LoadedModel, load_model
 

@@ -15,9 +15,9 @@ from trinity import Instance
 from trinity.connector import Connector
 from trinity.emulation.model import EmulatedModel
 from trinity.memory.cache_config import CacheConfig
+from trinity.remote.channel.wire import Setup, decode, encode
 from trinity.remote.instance_setup import load_instance
-from trinity.remote.supervisor import make_setup
-from trinity.remote.wire import Setup, decode, encode
+from trinity.remote.supervision.process_config import make_setup
 from trinity.runtime.loader import ServingConfig, load_instances
 from trinity.stages.kernels import linear, native_linear
 from trinity.stages.kernels.linear import OneDnnLinear, PackedLinear, count_packed_bytes, pack_weights, use_onednn

@@ -14,7 +14,7 @@ import torch
 from support.checkpoint_files import checkpoint
 from trinity.memory.shared_regions import make_region, open_region
 from trinity.memory.weight_shelf import WeightShelf
-from trinity.stages.kernels.device_layers import merge_products
+from trinity.stages.kernels.gpu.device_layers import merge_products
 from trinity.stages.kernels.swaps import without_swaps
 from trinity.stages.models import load_model, loader
 from trinity.stages.models.checks import set_attention

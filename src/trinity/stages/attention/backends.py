@@ -234,13 +234,13 @@ def explain_no_fp8(device: torch.device) -> str | None:
 
 
 def _make_triton(kind: CacheKind) -> AttentionBackend:
-    from trinity.stages.attention.triton import TritonAttention
+    from trinity.stages.attention.gpu.triton import TritonAttention
 
     return TritonAttention()
 
 
 def _varlen_obstacle(kind: CacheKind) -> str | None:
-    from trinity.stages.attention.flash import varlen_supports_block_tables
+    from trinity.stages.attention.gpu.flash import varlen_supports_block_tables
 
     if not varlen_supports_block_tables():
         return "torch.nn.attention.varlen takes a block table from torch 2.12 on"
@@ -248,13 +248,13 @@ def _varlen_obstacle(kind: CacheKind) -> str | None:
 
 
 def _make_varlen(kind: CacheKind) -> AttentionBackend:
-    from trinity.stages.attention.flash import FlashAttention, call_torch_varlen
+    from trinity.stages.attention.gpu.flash import FlashAttention, call_torch_varlen
 
     return FlashAttention(call_torch_varlen, softcap=False)
 
 
 def _flash_obstacle(kind: CacheKind) -> str | None:
-    from trinity.stages.attention.flash import FLASH_PAGE
+    from trinity.stages.attention.gpu.flash import FLASH_PAGE
 
     if find_spec("flash_attn") is None:
         return "the package flash-attn is not installed"
@@ -278,7 +278,7 @@ def _flash3_obstacle(kind: CacheKind) -> str | None:
 
 
 def _make_flash3(kind: CacheKind) -> AttentionBackend:
-    from trinity.stages.attention.library import FlashAttention3
+    from trinity.stages.attention.gpu.library import FlashAttention3
 
     return FlashAttention3()
 
@@ -298,7 +298,7 @@ def _flashinfer_slow_start(kind: CacheKind) -> str | None:
 
 
 def _make_flashinfer(kind: CacheKind) -> AttentionBackend:
-    from trinity.stages.attention.flash_infer import FlashInferAttention
+    from trinity.stages.attention.gpu.flash_infer import FlashInferAttention
 
     return FlashInferAttention()
 
@@ -311,7 +311,7 @@ def _capability_obstacle(kind: CacheKind, majors: Collection[int]) -> str | None
 
 
 def _make_flash(kind: CacheKind) -> AttentionBackend:
-    from trinity.stages.attention.flash import FlashAttention, call_flash_attn
+    from trinity.stages.attention.gpu.flash import FlashAttention, call_flash_attn
 
     return FlashAttention(call_flash_attn, softcap=True)
 

@@ -183,6 +183,6 @@ def _digest_kernels() -> str:
     """Digest the sources of the backends, and the compiled extension."""
     found = hashlib.sha256()
     built = [native.extension.__file__] if native.extension is not None else []
-    for path in [*sorted(Path(__file__).parent.glob("*.py")), *map(Path, built)]:
+    for path in [*sorted(Path(__file__).parent.rglob("*.py")), *map(Path, built)]:
         found.update(hashlib.sha256(path.read_bytes()).digest())
     return found.hexdigest()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from trinity.stages.attention.fp8 import FP8, round_to
+from trinity.stages.attention.gpu.varlen import ChunkSlots, make_varlen_rows
 from trinity.stages.attention.interface import (
     AttentionBackend,
     AttentionParams,
@@ -18,7 +19,6 @@ from trinity.stages.attention.interface import (
     as_split_attention,
 )
 from trinity.stages.attention.torch_reference import TorchAttention
-from trinity.stages.attention.varlen import ChunkSlots, make_varlen_rows
 
 LAYERS, LAYER = 2, 1
 PROBE_TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 4e-2}  # scores and values are of size 1

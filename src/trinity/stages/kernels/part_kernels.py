@@ -8,8 +8,8 @@ from typing import Any
 from trinity.stages.kernels.decoder_layers import fuse_decoder_layers
 from trinity.stages.kernels.encoder_elementwise import fuse_encoder_elementwise
 from trinity.stages.kernels.encoder_layers import fuse_encoder_layers
-from trinity.stages.kernels.fp8_linear import use_fp8_products
 from trinity.stages.kernels.fused_elementwise import fuse_elementwise
+from trinity.stages.kernels.gpu.fp8_linear import use_fp8_products
 from trinity.stages.kernels.linear import pack_weights, use_onednn
 from trinity.stages.kernels.native_linear import use_native_products
 
@@ -29,6 +29,6 @@ def use_kernels(part: Any, *, on_gpu: bool, packed: bool) -> None:
     fuse_decoder_layers(part)
     fuse_encoder_layers(part)
     if on_gpu and find_spec("triton") is not None:
-        from trinity.stages.kernels.device_layers import fuse_device_layers
+        from trinity.stages.kernels.gpu.device_layers import fuse_device_layers
 
         fuse_device_layers(part)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trinity.stages.kernels.fp8_linear import Fp8Linear
+from trinity.stages.kernels.gpu.fp8_linear import Fp8Linear
 from trinity.stages.kernels.linear import PackedLinear
 
 _SMALL = 1 << 19  # values: a norm, a convolution, an indexer's weights

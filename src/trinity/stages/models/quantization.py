@@ -18,7 +18,7 @@ from trinity.errors import ConfigError, UnsupportedModel
 from trinity.errors.arguments import show
 from trinity.memory.weight_digests import list_weight_files
 from trinity.preprocess.checkpoint.config_file import list_tensors, read_json
-from trinity.stages.kernels.fp8_linear import explain_no_fp8_products
+from trinity.stages.kernels.gpu.fp8_linear import explain_no_fp8_products
 from trinity.stages.models.quantizers import check_method, name_method
 
 logger = logging.getLogger("trinity")

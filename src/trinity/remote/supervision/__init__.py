@@ -1,0 +1,1 @@
+"""Instances in processes: starting, watching, restarting and attaching them."""

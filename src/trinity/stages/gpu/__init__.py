@@ -1,0 +1,1 @@
+"""CUDA graphs of steps, and what they keep on the device."""

@@ -1,0 +1,1 @@
+"""Layers in Triton and fp8 for GPUs, in place of those of transformers."""
