@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from core import test_moves_by_other_rules, test_poison_runs, test_recovery_runs, test_spread_runs, test_storms
+from core import test_moves_by_other_rules, test_poison_runs, test_recovery_runs, test_spread_runs
+from core.frontend import test_storms
 from support.together import play, together
 from sweeps import virtual_runs
 from trinity.core.frontend import FrontendCore

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from core.test_frontend_deaths import at_e0, counted, unread
-from core.test_isolation import empty, up
+from core.frontend.test_frontend_deaths import at_e0, counted, unread
+from core.frontend.test_isolation import empty, up
 from support.core_tables import brief
 from support.recovering import emit, end_of
 from trinity.core.messages import Gone, Moved, PeerDown, PeerEmpty, Tick

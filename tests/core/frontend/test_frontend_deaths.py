@@ -9,7 +9,13 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from core.test_isolation import empty, suspects, test_the_same_death_counts_once_however_it_is_heard, tokens, up
+from core.frontend.test_isolation import (
+    empty,
+    suspects,
+    test_the_same_death_counts_once_however_it_is_heard,
+    tokens,
+    up,
+)
 from support.core_tables import brief, peer_up, sent, work
 from support.recovering import emit, end_of, recovering, told
 from trinity.core.failure_policy import FailurePolicy
