@@ -39,7 +39,7 @@ from trinity.core.messages import (
     Value,
     Work,
 )
-from trinity.core.routing import routing_policy
+from trinity.core.routing.router import routing_policy
 from trinity.costs.emulated_cost import LinearCost
 from trinity.emulation.model import LLAVA_15_7B, EmulatedModel, EmulatedRequest
 from trinity.emulation.processor import EmulatedTokenizer

@@ -18,7 +18,7 @@ from typing import NamedTuple
 from benchmarks.report import Aim, Result, Table
 from benchmarks.setting import Setting
 from trinity.core.messages import IMAGE, MediaSpan, Work
-from trinity.core.routing import RoundRobin
+from trinity.core.routing.router import RoundRobin
 from trinity.core.scheduler import BatchRules
 from trinity.costs.budgets import StepBudgets
 from trinity.costs.cluster import Cluster

@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 
 from benchmarks.report import Aim, Result, Table
 from benchmarks.setting import Setting
-from trinity.core.routing import ROUTING_POLICIES
+from trinity.core.routing.router import ROUTING_POLICIES
 from trinity.core.transfers import TransferPolicy
 from trinity.costs.cluster import Cluster
 from trinity.costs.model_shape import get_model_shape

@@ -26,7 +26,7 @@ from benchmarks.report import Aim, Table
 from benchmarks.setting import Setting
 from trinity.core.instance.state import Settings
 from trinity.core.messages import KV, Close, Open, ResolvedSampling, Sampled, Step, Submit, Value, Work
-from trinity.core.routing import RoundRobin
+from trinity.core.routing.router import RoundRobin
 from trinity.instance import Instance
 from trinity.memory.block_memory import BlockMemory, BlockShape
 from trinity.runtime.host import InstanceHost, LoadedInstance

@@ -1,4 +1,4 @@
-// Routing: core/routing.py, in turn or to the least loaded.
+// Routing: core/routing/router.py, in turn or to the least loaded.
 #include "simulation/cost.hpp"
 #include "simulation/world.hpp"
 

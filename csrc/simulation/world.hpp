@@ -148,7 +148,7 @@ struct World {
 
 // Which instance is next among those that have the stage and the room: in turn or, where the options say so, the one
 // that is through with its work first, of equal ones in turn. Of its work it knows all, the moment that it changes:
-// live instances say it ten times a second (core/routing.py).
+// live instances say it ten times a second (core/routing/router.py).
 class Router {
   public:
     Router(World &world, int64_t first) : w(world), turn_{first, first, first, first, first} {}

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from trinity.connector import Connector as Connector
     from trinity.core.failure_policy import FailurePolicy as FailurePolicy
     from trinity.core.logits_processors import register_logits_processor as register_logits_processor
-    from trinity.core.routing import RoutingPolicy as RoutingPolicy
+    from trinity.core.routing.router import RoutingPolicy as RoutingPolicy
     from trinity.core.scheduler import BatchRules as BatchRules
     from trinity.core.transfers import TransferPolicy as TransferPolicy
     from trinity.costs.budgets import StepBudgets as StepBudgets
@@ -94,7 +94,7 @@ _HOMES = {
     "request": ["Media", "Output", "Request", "Sampling", "Structured", "Token"],
     "runtime.host": ["Network"],
     "core.logits_processors": ["register_logits_processor"],
-    "core.routing": ["RoutingPolicy"],
+    "core.routing.router": ["RoutingPolicy"],
     "core.scheduler": ["BatchRules"],
     "stages.base": ["Stage"],
     "pipeline.live_view": ["LiveView"],

@@ -15,7 +15,7 @@ from support.checkpoint_files import checkpoint
 from support.pipeline_options import pipeline_options
 from trinity.core.frontend import End, FrontendCore
 from trinity.core.messages import PeerUp, Submit, Work
-from trinity.core.routing import RoundRobin
+from trinity.core.routing.router import RoundRobin
 from trinity.errors import RequestError
 from trinity.pipeline import Pipeline
 from trinity.request import Request, Sampling, check_request
@@ -61,7 +61,7 @@ def test_the_front_end_refuses_work_that_no_instance_would_ever_end(work: Work) 
     assert end.failure is not None
     assert end.failure.error == "RequestError"
     assert not frontend.entries
-    assert not frontend.waiting
+    assert not frontend.turns
 
 
 # ---------------------------------------------------------------- whatever its fields hold

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from support.plans import BEST, plan
-from trinity.core.routing import LeastLoaded
+from trinity.core.routing.router import LeastLoaded
 from trinity.core.scheduler import BatchRules
 from trinity.costs.budgets import StepBudgets
 from trinity.costs.emulated_cost import LinearCost

@@ -9,7 +9,7 @@ import pytest
 
 from trinity import plugins
 from trinity.core.messages import PeerUp, Work
-from trinity.core.routing import ROUTING_POLICIES, RoundRobin, routing_policy
+from trinity.core.routing.router import ROUTING_POLICIES, RoundRobin, routing_policy
 from trinity.errors import ConfigError, UnknownName
 from trinity.runtime.custom_stages import find_stage_factory
 from trinity.transport.inproc import InprocTransport

@@ -19,9 +19,8 @@ from support.many_front_ends import give_policy
 from support.virtual.adoption import BuddyCluster
 from support.virtual.cluster import Durations, make_settings
 from support.virtual.conversation import label_reader
-from trinity.core import journal
-from trinity.core.frontend import frontend_core, frontend_request
-from trinity.core.journal import JournalKeeper, JournalWriter, Kept
+from trinity.core.frontend import frontend_core, frontend_request, journal
+from trinity.core.frontend.journal import JournalKeeper, JournalWriter, Kept
 from trinity.core.messages import FRONTEND
 
 OF_ALL = 16

@@ -27,10 +27,9 @@ from trinity.core.instance.phases import Phase
 from trinity.core.instance.request_state import PASSED, Lease, RequestState
 from trinity.core.instance.sibling_words import Siblings, SiblingWords
 from trinity.core.instance.state import State
-from trinity.core.messages import IMAGE, KV, Offer, Release, Send, Submit, Value
+from trinity.core.messages import IMAGE, KV, Offer, Release, Send, Spare, Submit, Value
 from trinity.core.migration import leases, second_offers
 from trinity.core.scheduler import BatchRules
-from trinity.core.spare_work import Spare
 from trinity.core.transfers import TransferPolicy
 
 AT_ALL = 60

@@ -31,7 +31,7 @@ from trinity.core.messages import (
     Submit,
     Work,
 )
-from trinity.core.routing import LeastLoaded, PrefixHits, RoundRobin, Router, RoutingPolicy, routing_policy
+from trinity.core.routing.router import LeastLoaded, PrefixHits, RoundRobin, Router, RoutingPolicy, routing_policy
 from trinity.emulation.model import EmulatedRequest
 from trinity.memory.cache_config import CacheConfig
 from trinity.pipeline import Pipeline

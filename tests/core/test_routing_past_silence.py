@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from support.core_tables import make_core, make_frontend, peer_up, sent, work
 from trinity.core.messages import Offer, PeerDown, PeerSuspect, PeerUp, Sampled, Stepped, Submit
-from trinity.core.routing import PrefixHits, RoundRobin, Router
+from trinity.core.routing.router import PrefixHits, RoundRobin, Router
 
 SAMPLED = Sampled(7)
 

@@ -24,9 +24,8 @@ from trinity.core.instance.phases import Phase
 from trinity.core.instance.request_state import RequestState
 from trinity.core.instance.sibling_words import SiblingWords
 from trinity.core.instance.state import State
-from trinity.core.messages import Send, Step, Submit, Value
+from trinity.core.messages import Send, Spare, Step, Submit, Value
 from trinity.core.scheduler import BatchRules
-from trinity.core.spare_work import Spare
 from trinity.core.transfers import TransferPolicy
 
 AT_ALL = 40

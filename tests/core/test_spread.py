@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from support.core_tables import brief, holding, make_frontend, peer_up, sent, work
 from trinity.core.messages import IMAGE, PeerLoad, PeerSuspect, PeerUp, Submit, Work
-from trinity.core.routing import LeastLoaded, RoundRobin, Router
+from trinity.core.routing.router import LeastLoaded, RoundRobin, Router
 from trinity.core.spread import deal_items
 
 

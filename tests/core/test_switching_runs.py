@@ -20,9 +20,19 @@ from support.virtual.cluster import VirtualCluster, make_settings
 from trinity.core.failure_policy import FailurePolicy
 from trinity.core.frontend.frontend_request import FrontendRequest
 from trinity.core.instance.settings import Settings
-from trinity.core.messages import FRONTEND, Fetch, Fetched, Offer, PeerDown, PeerUp, Send, Submit
-from trinity.core.peer_exit import PeerLeaving, PeerRemoved
-from trinity.core.routing import Router
+from trinity.core.messages import (
+    FRONTEND,
+    Fetch,
+    Fetched,
+    Offer,
+    PeerDown,
+    PeerLeaving,
+    PeerRemoved,
+    PeerUp,
+    Send,
+    Submit,
+)
+from trinity.core.routing.router import Router
 from trinity.core.scheduler import BatchRules
 from trinity.core.transfers import TransferPolicy
 

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from support.emulated_pipelines import LIVENESS_S, MODEL, POOLS, right
 from support.journals import ASKED, opening, told
-from trinity.core.journal import MOST_ADOPTIONS, Closing, Journal, JournalKeeper, JournalStart, JournalWriter
+from trinity.core.frontend.journal import MOST_ADOPTIONS, Closing, Journal, JournalKeeper, JournalStart, JournalWriter
 from trinity.core.messages import Failure
 from trinity.emulation.processor import EmulatedProcessor
 from trinity.errors import BadMedia, ClosedError, ConfigError, DeadlineExceeded, PoisonRequest, ResumeError

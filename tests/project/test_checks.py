@@ -32,7 +32,7 @@ from trinity.core.messages import (
     Submit,
     Value,
 )
-from trinity.core.routing import RoundRobin
+from trinity.core.routing.router import RoundRobin
 
 POOLS = {"image": 16, "kv": 32}
 

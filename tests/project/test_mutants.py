@@ -87,15 +87,15 @@ def test_the_changed_line_of_a_mutant() -> None:
 def test_a_share_that_is_recorded_needs_no_reasons_but_must_not_fall() -> None:
     found = {f"trinity.core.frontend.x_f__mutmut_{number}": "killed" for number in range(80)}
     found |= {f"trinity.core.frontend.x_f__mutmut_{number}": "survived" for number in range(80, 100)}
-    found["trinity.core.turns.x_f__mutmut_1"] = "killed"
+    found["trinity.core.frontend.turns.x_f__mutmut_1"] = "killed"
     lines, good = mutants.report(found, {}, [], [mutants.Share("core.frontend*", 330, 400)])
     assert good, "82.5 % of 400 and 80 % of 100 differ by less than chance"
     assert lines[-1] == "core.frontend*: 80.0 % are killed, 82.5 % before"
     lines, good = mutants.report(found, {}, [], [mutants.Share("core.frontend*", 380, 400)])
     assert not good
     assert lines[-1] == "core.frontend*: 80.0 % are killed, 95.0 % before: that is less"
-    found["trinity.core.turns.x_f__mutmut_1"] = "survived"
-    diffs = {"trinity.core.turns.x_f__mutmut_1": "return 2"}
+    found["trinity.core.frontend.turns.x_f__mutmut_1"] = "survived"
+    diffs = {"trinity.core.frontend.turns.x_f__mutmut_1": "return 2"}
     lines, good = mutants.report(found, diffs, [], [mutants.Share("core.frontend*", 330, 400)])
     assert not good, "others need a reason and nine killed of ten, as before"
     assert lines[-1] == "fewer than 90 % are killed"

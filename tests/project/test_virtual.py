@@ -12,7 +12,7 @@ from trinity.core.messages import (
     Step,
     Value,
 )
-from trinity.core.routing import RandomChoice
+from trinity.core.routing.router import RandomChoice
 from trinity.core.scheduler import BatchRules
 
 POOLS = {"image": 16, "kv": 32}

@@ -13,7 +13,7 @@ import pytest
 
 from support.core_tables import work
 from support.emulated_pipelines import MODEL
-from trinity.core.journal import Closing, Journal, JournalStart, JournalWriter, Opening
+from trinity.core.frontend.journal import Closing, Journal, JournalStart, JournalWriter, Opening
 from trinity.core.messages import Sampled
 from trinity.errors import ConfigError
 from trinity.instance import Instance

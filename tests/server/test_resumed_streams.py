@@ -13,7 +13,7 @@ from msgspec.structs import replace
 from support.emulated_pipelines import right
 from support.emulated_server import EmulatedServer, serve_emulated
 from support.journals import ASKED, opening, told
-from trinity.core.journal import JournalKeeper
+from trinity.core.frontend.journal import JournalKeeper
 from trinity.pipeline.adoptions import Adoptions
 
 TEXTS = [f"<{token}>" for token in right(ASKED)]

@@ -9,7 +9,7 @@ import pytest
 from support.virtual.cluster import VirtualCluster
 from trinity.core.instance.settings import Settings
 from trinity.core.messages import FRONTEND, PeerLoad, Release, Send, Work
-from trinity.core.routing import LeastLoaded
+from trinity.core.routing.router import LeastLoaded
 from trinity.costs.cluster import Cluster
 from trinity.simulation.simulator import Simulator
 from trinity.traces.trace import SLO, Trace, TraceRow

@@ -12,7 +12,7 @@ import pytest
 from support.virtual.cluster import make_settings
 from trinity.core.instance.settings import Settings
 from trinity.core.messages import STATE
-from trinity.core.routing import ROUTING_POLICIES
+from trinity.core.routing.router import ROUTING_POLICIES
 from trinity.core.scheduler import BatchRules
 from trinity.core.transfers import TransferPolicy
 from trinity.costs.cluster import Cluster

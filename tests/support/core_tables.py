@@ -47,6 +47,7 @@ from trinity.core.messages import (
     Release,
     Sampled,
     Send,
+    Spare,
     Step,
     Stepped,
     Submit,
@@ -54,9 +55,8 @@ from trinity.core.messages import (
     Withdraw,
     Work,
 )
-from trinity.core.routing import RoundRobin, RoutingPolicy
+from trinity.core.routing.router import RoundRobin, RoutingPolicy
 from trinity.core.scheduler import BatchRules
-from trinity.core.spare_work import Spare
 from trinity.core.transfers import TransferPolicy
 from trinity.core.values import NotTaken
 

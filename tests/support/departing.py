@@ -17,8 +17,7 @@ from support.scenarios import KV_BLOCK, MEDIA_BLOCK, largest_need, pressed_clust
 from support.virtual.cluster import Durations, Faults, VirtualCluster, make_settings
 from support.virtual.lives import Kill
 from trinity.core.instance.settings import Settings
-from trinity.core.messages import FRONTEND
-from trinity.core.peer_exit import PeerLeaving
+from trinity.core.messages import FRONTEND, PeerLeaving
 from trinity.core.scheduler import BatchRules
 
 

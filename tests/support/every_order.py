@@ -34,7 +34,7 @@ from trinity.core import InstanceCore
 from trinity.core.failure_policy import NO_RECOVERY, FailurePolicy
 from trinity.core.instance.settings import Settings
 from trinity.core.messages import FRONTEND, PeerDown, Value
-from trinity.core.routing import RoundRobin, RoutingPolicy
+from trinity.core.routing.router import RoundRobin, RoutingPolicy
 
 DEAD = -1
 

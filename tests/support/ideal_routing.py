@@ -9,7 +9,7 @@ from dataclasses import replace
 from trinity.core.instance.loads import queued
 from trinity.core.instance.rates import StepRates
 from trinity.core.messages import FRONTEND, IMAGE, Offer, PeerUp, Submit, Value, Work
-from trinity.core.routing import RoundRobin, RoutingPolicy
+from trinity.core.routing.router import RoundRobin, RoutingPolicy
 from trinity.simulation.cluster_model import SimulatedCluster
 
 

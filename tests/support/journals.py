@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from support.emulated_pipelines import MODEL, right
-from trinity.core.journal import Journal, JournalPages, Opening
+from trinity.core.frontend.journal import Journal, JournalPages, Opening
 from trinity.emulation.model import EmulatedRequest
 from trinity.emulation.processor import EmulatedProcessor
 from trinity.pipeline.journal import RequestNote, encode_request

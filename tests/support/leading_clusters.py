@@ -18,7 +18,7 @@ from support.virtual.cluster import Faults, VirtualCluster
 from trinity.core.failure_policy import FailurePolicy
 from trinity.core.instance.settings import Reservation
 from trinity.core.messages import MediaSpan, Open, Work
-from trinity.core.routing import LeastLoaded, PrefixHits, RoundRobin, RoutingPolicy
+from trinity.core.routing.router import LeastLoaded, PrefixHits, RoundRobin, RoutingPolicy
 from trinity.core.transfers import TransferPolicy
 
 PLACEMENTS = ("E+P+D", "2E1P1D", "2E2P2D", "PD+E", "2E2PD", "EP+D", "2EP1D", "EPD", "ED+P", "1E1EPD", "1EP1PD1D")

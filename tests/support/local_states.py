@@ -28,7 +28,7 @@ from trinity.core.messages import (
     Stepped,
     Value,
 )
-from trinity.core.routing import RoundRobin, RoutingPolicy
+from trinity.core.routing.router import RoundRobin, RoutingPolicy
 
 
 def freeze(value: Any) -> Any:

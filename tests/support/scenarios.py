@@ -12,7 +12,7 @@ from support.virtual.cluster import Durations, Faults, VirtualCluster, make_sett
 from trinity.core.block_pool import blocks_for
 from trinity.core.instance.state import Settings
 from trinity.core.messages import MediaSpan, Work
-from trinity.core.routing import LeastLoaded, PrefixHits, RoundRobin, RoutingPolicy
+from trinity.core.routing.router import LeastLoaded, PrefixHits, RoundRobin, RoutingPolicy
 from trinity.core.scheduler import BatchRules, Order
 from trinity.core.transfers import KvMode, TransferPolicy
 

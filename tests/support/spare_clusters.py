@@ -22,7 +22,7 @@ from support.spread_clusters import strike, suspect_some
 from support.virtual.cluster import Faults, VirtualCluster
 from trinity.core.failure_policy import FailurePolicy
 from trinity.core.messages import FRONTEND, PeerUp, Work
-from trinity.core.routing import LeastLoaded, PrefixHits, RoundRobin, RoutingPolicy
+from trinity.core.routing.router import LeastLoaded, PrefixHits, RoundRobin, RoutingPolicy
 
 FOR_OFFERS = ("1P2D", "2P3D", "1E1P2D", "2E2P2D", "1E2P1D", "2E3P2D", "1EP3D", "2ED2P", "1P1PD2D", "1E1EP2P3D")
 POLICY = FailurePolicy(recoveries=20, wait_s=10.0)

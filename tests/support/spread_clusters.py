@@ -17,7 +17,7 @@ from support.scenarios import (
 from support.virtual.cluster import Faults, VirtualCluster
 from trinity.core.failure_policy import FailurePolicy
 from trinity.core.messages import MediaSpan, PeerSuspect, Work
-from trinity.core.routing import LeastLoaded, PrefixHits, RoundRobin, RoutingPolicy
+from trinity.core.routing.router import LeastLoaded, PrefixHits, RoundRobin, RoutingPolicy
 
 PLACEMENTS = ("1E1PD", "2E1PD", "3E1PD", "4E1PD", "2E1P1D", "3E2P1D", "4E1P2D", "2E1EP1D", "3E1EPD", "2E2P2D")
 POLICIES: tuple[Callable[[], RoutingPolicy], ...] = (RoundRobin, LeastLoaded, PrefixHits)

@@ -14,7 +14,7 @@ from support.scenarios import random_durations, random_patience, random_settings
 from support.virtual.cluster import Faults, VirtualCluster
 from trinity.core.failure_policy import FailurePolicy
 from trinity.core.messages import Fetch, Fetched, Ready, Send, Value, Work
-from trinity.core.routing import LeastLoaded, PrefixHits, RoundRobin, RoutingPolicy
+from trinity.core.routing.router import LeastLoaded, PrefixHits, RoundRobin, RoutingPolicy
 from trinity.core.scheduler import BatchRules
 from trinity.core.transfers import TransferPolicy
 

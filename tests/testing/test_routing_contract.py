@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from trinity.core.messages import PeerUp, Work
-from trinity.core.routing import ROUTING_POLICIES, RoutingPolicy
+from trinity.core.routing.router import ROUTING_POLICIES, RoutingPolicy
 from trinity.testing.routing_contract import check_routing
 
 

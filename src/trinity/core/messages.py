@@ -11,21 +11,6 @@ from typing import Any, Literal
 
 import msgspec
 
-from trinity.core.commands import Close as Close
-from trinity.core.commands import Collect as Collect
-from trinity.core.commands import Encode as Encode
-from trinity.core.commands import Grow as Grow
-from trinity.core.commands import Open as Open
-from trinity.core.commands import Prefill as Prefill
-from trinity.core.commands import Pull as Pull
-from trinity.core.commands import Revoke as Revoke
-from trinity.core.commands import Send as Send
-from trinity.core.commands import Step as Step
-from trinity.core.results import Collected as Collected
-from trinity.core.results import LayersWritten as LayersWritten
-from trinity.core.results import Pulled as Pulled
-from trinity.core.results import Stepped as Stepped
-from trinity.core.results import Tick as Tick
 from trinity.core.values import ENCODED as ENCODED
 from trinity.core.values import FRONTEND as FRONTEND
 from trinity.core.values import IMAGE as IMAGE
@@ -43,6 +28,9 @@ from trinity.core.values import ResolvedSampling as ResolvedSampling
 from trinity.core.values import Sampled as Sampled
 from trinity.core.values import Value as Value
 from trinity.core.values import Work as Work
+
+Said = Literal["want", "have", "take", "no", "sent", "none"]
+WORK = ""  # kind of what is computed next where it goes: requests, and features for them
 
 # ---------------------------------------------------------------- front end → instance
 
@@ -239,6 +227,23 @@ class Helped(Value, frozen=True):
     epoch: int = 0
 
 
+class Spare(Value, frozen=True):
+    """Instance ``name`` to a sibling, of what has not begun: requests and features (``WORK``), or offered decodes (KV).
+
+    ``said``: want (I have nothing to do, or room: tell me once something waits), have (something waits here, of so
+    many ``blocks``), take (I still do, and have so many ``blocks``: hand it over), no (I do not by now), or none
+    (nothing waits here any more, or what I was to offer you is not to come). A Submit answers take, too; of an offer,
+    sent: ``source``, in its life ``epoch``, is to make it to you.
+    """
+
+    name: str
+    said: Said
+    kind: str = WORK
+    blocks: int = 0
+    source: str = ""
+    epoch: int = 0
+
+
 class PeerUp(Value, frozen=True):
     """An instance is up, with these roles ("EP") and pools, on this ``host``, "" where nobody says.
 
@@ -285,6 +290,21 @@ class PeerDown(Value, frozen=True):
     name: str
     why: str = ""
     planned: bool = False
+
+
+class PeerLeaving(Value, frozen=True):
+    """An instance is to end once it is empty, or no longer. Requests go past one that leaves if they can."""
+
+    name: str
+    epoch: int
+    leaving: bool
+
+
+class PeerRemoved(Value, frozen=True):
+    """An instance does not come back after this life, of whose end was told before: nobody waits for it any more."""
+
+    name: str
+    epoch: int
 
 
 class Moved(Value, frozen=True):
@@ -373,3 +393,162 @@ class Finished(Value, frozen=True, kw_only=True):
     preemptions: int = 0
     cut: bool = False
     rows: tuple[Any, ...] = ()
+
+
+# ---------------------------------------------------------------- core → its shell (commands)
+
+
+class Send(Value, frozen=True):
+    """Give ``message`` to the core named ``to``; one channel per pair, in order."""
+
+    to: str
+    message: Value
+
+
+class Open(Value, frozen=True, kw_only=True):
+    """A request's KV blocks are reserved here: rows of its prefill and decode follow.
+
+    ``images[i]`` are the image-cache blocks of media item i (empty where its features are not needed, because
+    cached KV covers it). ``cached`` tokens of the prompt are already in ``blocks``. ``tokens`` are the outputs
+    so far: all KV but the last token's is then in ``blocks``; with ``again`` they are prefilled behind the prompt.
+    ``state``: its block of states, where the model's layers keep some.
+    """
+
+    work: Work
+    blocks: tuple[int, ...]
+    images: tuple[tuple[int, ...], ...] = ()
+    cached: int = 0
+    tokens: tuple[int, ...] = ()
+    again: bool = False
+    state: tuple[int, ...] = ()
+
+
+class Grow(Value, frozen=True):
+    """Append these blocks to the block tables of open requests (slot allocation), before any later step."""
+
+    blocks: dict[str, tuple[int, ...]]
+
+
+class Close(Value, frozen=True):
+    """Drop the rows of a request: no step or pull of it is in flight."""
+
+    request: str
+
+
+class Encode(Value, frozen=True):
+    """Encode media item ``item`` of a request into ``blocks`` of the encoder cache."""
+
+    request: str
+    item: int
+    span: MediaSpan
+    blocks: tuple[int, ...]
+    inputs: Any
+
+
+class Collect(Value, frozen=True):
+    """Copy features out of the encoder cache, for a reader; answered by one Collected.
+
+    ``items[i]`` are the blocks of media item i, and the rows in them.
+    """
+
+    request: str
+    items: tuple[tuple[tuple[int, ...], int], ...]
+
+
+class Prefill(Value, frozen=True):
+    """Run prompt positions [start, start + length), a chunk of a chunked prefill; ``last`` samples the first token."""
+
+    request: str
+    start: int
+    length: int
+    last: bool
+
+
+class Step(Value, frozen=True):
+    """Run this batch on a lane; answered by one Stepped. ``decodes`` name requests: one row each.
+
+    ``group``: report each time this many more layers of the prefills' KV are written; 0 for no report.
+    """
+
+    id: int
+    lane: str
+    encodes: tuple[Encode, ...] = ()
+    prefills: tuple[Prefill, ...] = ()
+    decodes: tuple[str, ...] = ()
+    group: int = 0
+
+
+class Revoke(Value, frozen=True):
+    """Set the generation of these blocks before any later command: their lease was revoked and they get new content."""
+
+    kind: str
+    blocks: tuple[int, ...]
+    generation: int
+
+
+class Pull(Value, frozen=True):
+    """Read blocks of a peer's pool into our own; answered by one Pulled.
+
+    Fails where, after the copy, a source block has a higher generation than the offer's ``generation``, or a block
+    differs from its ``digests`` (added by the host where blocks are verified, else None; computing them took
+    ``digest_s`` seconds). ``part`` is the offer's part, or for KV the number of the pull. ``layers``: [first, end) of
+    each block, None for all. ``tail``: rows in the last block if that is not full, else 0; the others need not move.
+    """
+
+    offer: str
+    part: int
+    source: str
+    kind: str
+    request: str
+    source_blocks: tuple[int, ...]
+    target_blocks: tuple[int, ...]
+    generation: int = 0
+    layers: tuple[int, int] | None = None
+    digests: tuple[int, ...] | None = None
+    digest_s: float = 0.0
+    tail: int = 0
+
+
+# ---------------------------------------------------------------- shell → its core (results)
+
+
+class Tick(Value, frozen=True):
+    """A timer is due."""
+
+
+class Stepped(Value, frozen=True):
+    """A step ended after ``seconds``: its samples and its failures, by request."""
+
+    id: int
+    lane: str
+    sampled: dict[str, Sampled] = msgspec.field(default_factory=dict)
+    failed: dict[str, Failure] = msgspec.field(default_factory=dict)
+    seconds: float = 0.0
+
+
+class LayersWritten(Value, frozen=True):
+    """A running step has written these layers, [first, end), of the KV of all its prefill rows.
+
+    None: the step failed and runs again row by row; what it wrote before is void.
+    """
+
+    step: int
+    lane: str
+    layers: tuple[int, int] | None
+
+
+class Pulled(Value, frozen=True):
+    """A pull ended."""
+
+    offer: str
+    part: int
+    failure: Failure | None = None
+    record: dict[str, Any] = msgspec.field(default_factory=dict)
+
+
+class Collected(Value, frozen=True):
+    """The features of an encode-only request were copied: ``rows[i]`` of media item i, opaque to the cores."""
+
+    request: str
+    rows: tuple[Any, ...] = ()
+    failure: Failure | None = None

@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from trinity.core.life_names import name_help
 from trinity.core.messages import MediaSpan, PeerUp, Send, Submit, Work
-from trinity.core.routing import UNKNOWN_UNIT_S, Router
+from trinity.core.routing.router import UNKNOWN_UNIT_S, Router
 
 LEAST_GAIN = 0.1  # of the seconds until all items are encoded: below it a request stays with one encoder
 

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from trinity.core.frontend import Deliver, End
-from trinity.core.journal import Journal, JournalKeeper, JournalStart, Kept, may_be_adopted
+from trinity.core.frontend.journal import Journal, JournalKeeper, JournalStart, Kept, may_be_adopted
 from trinity.core.messages import Failure, Value
 from trinity.errors import ResumeError, TrinityError
 from trinity.pipeline.frontend_host import FrontendHost

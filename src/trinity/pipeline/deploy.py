@@ -9,7 +9,7 @@ from typing import Any, TypedDict
 
 from trinity.connector import Connector
 from trinity.core.instance.settings import Reservation
-from trinity.core.routing import RoutingPolicy
+from trinity.core.routing.router import RoutingPolicy
 from trinity.core.scheduler import BatchRules
 from trinity.errors import ConfigError, UnknownName
 from trinity.instance import Instance, list_instances

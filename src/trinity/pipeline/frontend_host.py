@@ -14,8 +14,7 @@ from trinity.core.fair_turns import FairJob
 from trinity.core.frontend import Abort, Deliver, End, FrontendCore
 from trinity.core.frontend.decode_moves import is_empty
 from trinity.core.frontend.messages import MoveEnd, MoveRequest, Prepare, Prepared
-from trinity.core.messages import Failure, PeerDown, Send, Submit, Tick, Value
-from trinity.core.peer_exit import PeerRemoved
+from trinity.core.messages import Failure, PeerDown, PeerRemoved, Send, Submit, Tick, Value
 from trinity.core.progress import PartProgress, StalledPart
 from trinity.errors import ClosedError, ConfigError, MoveError, Overloaded, RequestError, TrinityError, describe_error
 from trinity.metrics import Metrics

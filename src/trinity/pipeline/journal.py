@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from trinity.core.journal import Closing, JournalStart, JournalWriter, Opening
+from trinity.core.frontend.journal import Closing, JournalStart, JournalWriter, Opening
 from trinity.core.messages import Failure, Work
 from trinity.emulation.model import EmulatedRequest
 from trinity.errors import RequestError

@@ -13,11 +13,11 @@ from trinity.adapt.auto import resolve_auto_placement
 from trinity.connector import Medium, make_connector
 from trinity.core.failure_policy import FailurePolicy
 from trinity.core.frontend import MAX_WAITING_BYTES, FrontendCore
-from trinity.core.journal import JournalStart
+from trinity.core.frontend.journal import JournalStart
 from trinity.core.messages import PeerLoad
 from trinity.core.progress import StalledPart
 from trinity.core.role_changes import Switch
-from trinity.core.routing import RoutingPolicy, routing_policy
+from trinity.core.routing.router import RoutingPolicy, routing_policy
 from trinity.core.scheduler import BatchRules
 from trinity.core.transfers import TransferPolicy
 from trinity.costs.budgets import StepBudgets

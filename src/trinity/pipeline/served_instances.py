@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Literal
 
 from trinity.connector import Connector
-from trinity.core.routing import RoutingPolicy, routing_policy
+from trinity.core.routing.router import RoutingPolicy, routing_policy
 from trinity.errors import ConfigError
 from trinity.instance import Instance
 from trinity.pipeline.frontend_host import FrontendHost

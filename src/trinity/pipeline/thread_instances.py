@@ -7,9 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from trinity.connector import Connector
-from trinity.core.messages import PeerDown, PeerUp
-from trinity.core.peer_exit import PeerLeaving, PeerRemoved
-from trinity.core.routing import RoutingPolicy
+from trinity.core.messages import PeerDown, PeerLeaving, PeerRemoved, PeerUp
+from trinity.core.routing.router import RoutingPolicy
 from trinity.pipeline.frontend_host import FrontendHost
 from trinity.remote.channel.agreement import check_loaded
 from trinity.remote.supervision.planned_restart import WHY, WHY_REMOVED, Emptied

@@ -10,7 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from trinity.core.journal import Journal, JournalKept, JournalStart, JournalWriter
+from trinity.core.frontend.journal import Journal, JournalKept, JournalStart, JournalWriter
 from trinity.core.values import is_frontend
 from trinity.errors import ConfigError, HandshakeError, TransportError, TrinityError
 from trinity.errors.arguments import Count, Positive, check_arguments

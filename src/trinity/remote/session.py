@@ -20,7 +20,7 @@ import msgspec
 from trinity.connector import Connector
 from trinity.core.messages import PeerDown as PeerGone
 from trinity.core.messages import PeerLoad, Value
-from trinity.core.routing import routing_policy
+from trinity.core.routing.router import routing_policy
 from trinity.core.values import is_frontend
 from trinity.errors import HandshakeError, PeerLost, TransportError, TrinityError
 from trinity.memory.block_memory import BlockMemory

@@ -36,7 +36,7 @@ from trinity.core.messages import (
     Submit,
     Value,
 )
-from trinity.core.routing import RoutingPolicy
+from trinity.core.routing.router import RoutingPolicy
 from trinity.core.scheduler import BatchRules
 from trinity.costs.pool_sizes import check_available
 from trinity.emulation.model import EmulatedModel

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 
 from trinity.core.messages import IMAGE, KV, STATE
-from trinity.core.routing import RoutingPolicy
+from trinity.core.routing.router import RoutingPolicy
 from trinity.core.scheduler import BatchRules, latency_bound
 from trinity.core.transfers import TransferPolicy
 from trinity.costs.budgets import StepBudgets

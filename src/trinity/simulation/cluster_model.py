@@ -32,7 +32,7 @@ from trinity.core.messages import (
     Work,
 )
 from trinity.core.role_changes import Switch
-from trinity.core.routing import RoutingPolicy
+from trinity.core.routing.router import RoutingPolicy
 from trinity.core.transfers import FEED_FORWARD, rows_moved
 from trinity.costs.cluster import Cluster
 from trinity.costs.model_shape import ModelShape

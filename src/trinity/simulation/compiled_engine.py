@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from trinity.core.instance.state import Settings
 from trinity.core.messages import IMAGE, KV
-from trinity.core.routing import number_of
+from trinity.core.routing.router import number_of
 from trinity.core.scheduler import BatchRules, StepTime
 from trinity.costs.budgets import StepCost
 from trinity.costs.cluster import Cluster

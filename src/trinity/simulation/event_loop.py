@@ -32,7 +32,7 @@ from trinity.core.messages import (
     Tick,
     Value,
 )
-from trinity.core.routing import RoutingPolicy
+from trinity.core.routing.router import RoutingPolicy
 from trinity.core.values import FrontendUp, is_frontend
 
 LEASES = 4  # of the longest one: time without anything but timers, after which nothing else is expected

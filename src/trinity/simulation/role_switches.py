@@ -20,8 +20,7 @@ from trinity.core.failure_policy import FailurePolicy
 from trinity.core.frontend.decode_moves import is_empty
 from trinity.core.frontend.messages import MoveEnd
 from trinity.core.instance.state import Settings
-from trinity.core.messages import FRONTEND, Failure, PeerDown, PeerUp, Pull, Pulled, Value
-from trinity.core.peer_exit import PeerLeaving
+from trinity.core.messages import FRONTEND, Failure, PeerDown, PeerLeaving, PeerUp, Pull, Pulled, Value
 from trinity.core.role_changes import Switch, order_changes
 from trinity.core.values import FrontendUp
 from trinity.errors.arguments import KeywordsByName, Number, check_struct

@@ -19,7 +19,7 @@ import msgspec
 
 from trinity.core.instance.settings import Reservation, check_depth
 from trinity.core.instance.state import Settings
-from trinity.core.routing import RoutingPolicy, routing_policy
+from trinity.core.routing.router import RoutingPolicy, routing_policy
 from trinity.core.scheduler import BatchRules, latency_bound
 from trinity.core.transfers import TransferPolicy
 from trinity.costs.budgets import StepBudgets, predict_budgets

@@ -12,7 +12,7 @@ from typing import Any
 
 from trinity.core.instance.settings import Settings
 from trinity.core.messages import IMAGE, KV, MediaSpan, PeerLoad, PeerUp, Work
-from trinity.core.routing import Router, RoutingPolicy
+from trinity.core.routing.router import Router, RoutingPolicy
 from trinity.costs.cluster import Cluster
 from trinity.costs.model_shape import get_model_shape
 from trinity.costs.step_cost import cost_for_device

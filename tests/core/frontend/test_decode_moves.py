@@ -35,6 +35,7 @@ from trinity.core.messages import (
     Moved,
     NotMoved,
     PeerDown,
+    PeerLeaving,
     PeerLoad,
     PeerSuspect,
     Sampled,
@@ -42,7 +43,6 @@ from trinity.core.messages import (
     Submit,
     Value,
 )
-from trinity.core.peer_exit import PeerLeaving
 
 PEERS = "P0 D0 D1 D2"
 GOES = PeerLeaving("D0", 0, leaving=True)

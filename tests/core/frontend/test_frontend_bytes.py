@@ -12,7 +12,7 @@ from support.recovering import change_policy
 from trinity.core.failure_policy import FailurePolicy
 from trinity.core.frontend import MAX_WAITING_BYTES, Abort, End, FrontendCore
 from trinity.core.messages import PREEMPTED, Finished, PeerDown, PeerUp, Sampled, Submit, Tick, Value
-from trinity.core.routing import RoundRobin
+from trinity.core.routing.router import RoundRobin
 
 
 def bounded(limit: int) -> FrontendCore:

@@ -21,8 +21,8 @@ from trinity.core.failure_policy import FailurePolicy
 from trinity.core.frontend import Abort, FrontendCore, frontend_core, inputs
 from trinity.core.frontend.messages import Prepare, Prepared
 from trinity.core.frontend.suspicion import Life
+from trinity.core.frontend.turns import Turns
 from trinity.core.messages import NOWHERE, Finished, PeerDown, PeerEmpty, Submit, Tick, Value
-from trinity.core.turns import Turns
 from trinity.errors import ConfigError
 
 NARROW = {"retry_share": 1e-9, "retry_floor": 2, "deaths": 9, "alone_after": 8}

@@ -19,7 +19,7 @@ from trinity.core.messages import (
     Stepped,
     Submit,
 )
-from trinity.core.routing import RoundRobin, Router
+from trinity.core.routing.router import RoundRobin, Router
 
 ALONE = replace(work("r", 4, max_tokens=2), alone="PD")
 

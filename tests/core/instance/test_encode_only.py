@@ -30,9 +30,9 @@ from trinity.core.messages import (
     Value,
     Work,
 )
-from trinity.core.routing import PrefixHits, RoundRobin, RoutingPolicy
+from trinity.core.routing.router import PrefixHits, RoundRobin, RoutingPolicy
+from trinity.core.routing.stage_needs import needs
 from trinity.core.scheduler import BatchRules
-from trinity.core.stage_needs import needs
 from trinity.core.transfers import TransferPolicy
 
 CAT = encode_alone(work("r", 1, "cat*6", "dog*4"))

@@ -47,7 +47,7 @@ from trinity.core.messages import (
     Tick,
     Work,
 )
-from trinity.core.routing import RoundRobin
+from trinity.core.routing.router import RoundRobin
 from trinity.core.scheduler import BatchRules
 from trinity.core.transfers import TransferPolicy
 from trinity.core.values import FRONTEND, FrontendUp, NotTaken, is_frontend

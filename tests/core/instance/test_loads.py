@@ -33,7 +33,7 @@ from trinity.core.messages import (
     Submit,
     Tick,
 )
-from trinity.core.routing import LeastLoaded, RoundRobin, Router
+from trinity.core.routing.router import LeastLoaded, RoundRobin, Router
 from trinity.core.scheduler import BatchRules
 from trinity.core.transfers import PullTimes, TransferPolicy
 from trinity.emulation.model import EmulatedRequest

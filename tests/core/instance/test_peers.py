@@ -24,7 +24,7 @@ from trinity.core.messages import (
     Send,
     Submit,
 )
-from trinity.core.routing import RoundRobin
+from trinity.core.routing.router import RoundRobin
 from trinity.core.scheduler import BatchRules
 
 HANDED_ON = ["D0: offer P0:1 kv of r [0] by way of P0", "D0: ready P0:1 0", "D0: commit P0:1 after 5"]

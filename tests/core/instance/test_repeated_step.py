@@ -14,7 +14,7 @@ from trinity.core import InstanceCore
 from trinity.core.instance.repeated_step import RepeatedStep
 from trinity.core.instance.settings import Settings
 from trinity.core.messages import Cancel, PeerLoad, Sampled, Step, Stepped, Submit, Tick, Value
-from trinity.core.routing import RoundRobin, RoutingPolicy
+from trinity.core.routing.router import RoundRobin, RoutingPolicy
 from trinity.core.scheduler import BatchRules
 
 

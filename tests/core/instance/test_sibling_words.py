@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from support.core_tables import work
 from trinity.core.instance.sibling_words import Siblings, SiblingWords
-from trinity.core.messages import IMAGE, KV, Offer
-from trinity.core.spare_work import WORK
+from trinity.core.messages import IMAGE, KV, WORK, Offer
 
 
 def met(*names: str) -> SiblingWords:

@@ -17,15 +17,16 @@ from trinity.core.messages import (
     Gone,
     Moved,
     PeerDown,
+    PeerLeaving,
     PeerReserved,
     PeerSuspect,
     Release,
+    Said,
+    Spare,
     Submit,
     Value,
 )
-from trinity.core.peer_exit import PeerLeaving
 from trinity.core.scheduler import BatchRules
-from trinity.core.spare_work import Said, Spare
 from trinity.core.transfers import TransferPolicy
 from trinity.core.values import NotTaken
 

@@ -13,6 +13,7 @@ from trinity.core.instance.instance_core import InstanceCore
 from trinity.core.instance.spare_offers import free_blocks, has_room
 from trinity.core.messages import (
     KV,
+    WORK,
     Cancel,
     Commit,
     Forget,
@@ -21,17 +22,18 @@ from trinity.core.messages import (
     Offer,
     Part,
     PeerDown,
+    PeerLeaving,
     PeerReserved,
     PeerSuspect,
     Pulled,
     Ready,
     Release,
+    Said,
+    Spare,
     Value,
     Work,
 )
-from trinity.core.peer_exit import PeerLeaving
 from trinity.core.scheduler import BatchRules
-from trinity.core.spare_work import WORK, Said, Spare
 from trinity.core.transfers import TransferPolicy
 
 ON = TransferPolicy(early=False, hand_over=True)

@@ -41,7 +41,7 @@ from trinity.core.messages import (
     Value,
     Withdraw,
 )
-from trinity.core.routing import RoundRobin
+from trinity.core.routing.router import RoundRobin
 from trinity.core.scheduler import BatchRules
 
 SLOW: dict[str, Any] = {"lease_s": 10.0, "report_s": inf}

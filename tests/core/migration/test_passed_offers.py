@@ -25,10 +25,10 @@ from trinity.core.messages import (
     PeerSuspect,
     Release,
     Sampled,
+    Spare,
     Submit,
     Value,
 )
-from trinity.core.spare_work import Spare
 
 PASSED = Release("P0:1", "passed", to="D1", waited_s=1.5)
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from core.frontend.test_resumption import having, router_of
 from core.migration.test_lost_transfers import MOMENTS, positions
-from core.test_resumption import having, router_of
 from support.core_tables import brief, done, emptied, image_offer, kv_offer, lost, make_core, sent, work
 from support.every_order import Search
 from support.virtual.checks import check_state
@@ -18,6 +18,7 @@ from support.virtual.cluster import make_settings
 from trinity.core import InstanceCore
 from trinity.core.block_pool import prefix_keys
 from trinity.core.failure_policy import FailurePolicy
+from trinity.core.frontend.resumption import name_holder
 from trinity.core.instance import arrival
 from trinity.core.instance.state import State
 from trinity.core.messages import (
@@ -45,8 +46,7 @@ from trinity.core.messages import (
     Work,
 )
 from trinity.core.migration import prefix_fetch
-from trinity.core.resumption import name_holder
-from trinity.core.routing import Router
+from trinity.core.routing.router import Router
 from trinity.core.scheduler import BatchRules
 from trinity.core.transfers import TransferPolicy
 

@@ -15,9 +15,9 @@ from msgspec.structs import replace
 from support.virtual.cluster import RequestRecord, VirtualCluster
 from support.virtual.conversation import label_reader
 from trinity.core.frontend import Deliver, End
+from trinity.core.frontend.journal import Closing, Journal, JournalKeeper, JournalWriter, Kept, Opening, may_be_adopted
 from trinity.core.frontend.messages import Adopt
 from trinity.core.instance.state import Settings
-from trinity.core.journal import Closing, Journal, JournalKeeper, JournalWriter, Kept, Opening, may_be_adopted
 from trinity.core.messages import Sampled, Submit, Value
 
 FLUSH_S = 0.05

@@ -45,6 +45,7 @@ from trinity.core.messages import (
     Failure,
     Open,
     PeerDown,
+    PeerLeaving,
     PeerLoad,
     Pull,
     Pulled,
@@ -57,8 +58,7 @@ from trinity.core.messages import (
     Value,
     Work,
 )
-from trinity.core.peer_exit import PeerLeaving
-from trinity.core.routing import RoundRobin, RoutingPolicy
+from trinity.core.routing.router import RoundRobin, RoutingPolicy
 from trinity.core.values import FrontendUp
 from trinity.simulation.event_loop import EventLoop
 

@@ -15,8 +15,7 @@ from random import Random
 from typing import NamedTuple
 
 from trinity.core.instance.settings import Settings
-from trinity.core.messages import FRONTEND, PeerDown, Value
-from trinity.core.peer_exit import PeerRemoved
+from trinity.core.messages import FRONTEND, PeerDown, PeerRemoved, Value
 
 CUT = (-inf, 0)  # of a channel that has lost a message: it will lose all that follow
 

@@ -11,19 +11,20 @@ from trinity.core.instance.request_state import PASSED
 from trinity.core.instance.state import State
 from trinity.core.messages import (
     KV,
+    WORK,
     Offer,
     PeerDown,
+    PeerLeaving,
     PeerSuspect,
     PeerUp,
     Pull,
     Release,
     Send,
+    Spare,
     Step,
     Submit,
     Value,
 )
-from trinity.core.peer_exit import PeerLeaving
-from trinity.core.spare_work import WORK, Spare
 
 
 class Asked(NamedTuple):

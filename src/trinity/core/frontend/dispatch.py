@@ -11,18 +11,17 @@ from math import inf
 
 from msgspec.structs import replace
 
-from trinity.core.alarms import Alarms
 from trinity.core.failure_policy import FailurePolicy
 from trinity.core.frontend.frontend_request import FrontendRequest
 from trinity.core.frontend.inputs import Inputs
 from trinity.core.frontend.isolation import EMPTY_POLL_S, Isolation, stages_of
 from trinity.core.frontend.refusals import find_misfit
+from trinity.core.frontend.resumption import find_cached, name_holder
 from trinity.core.frontend.suspicion import Life
+from trinity.core.frontend.turns import Alarms, Turns
 from trinity.core.messages import Failure, Send, Submit, Value
-from trinity.core.resumption import find_cached, name_holder
-from trinity.core.routing import BadChoice, Router
+from trinity.core.routing.router import BadChoice, Router
 from trinity.core.spread import send_spread
-from trinity.core.turns import Turns
 
 ALONE_TEXT = "instances died while they had it, and none was free in time for it to run alone; try again in a while"
 TURN_TEXT = "many requests go on after a loss just now, and its turn has not come in the time it may wait; try again"

@@ -16,7 +16,6 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from trinity.core.alarms import Alarms
 from trinity.core.failure_policy import NO_RECOVERY, FailurePolicy
 from trinity.core.frontend.decode_moves import DecodeMoves, drop_move, note_moved, refuse_move
 from trinity.core.frontend.dispatch import Dispatch
@@ -42,6 +41,7 @@ from trinity.core.frontend.messages import Abort, Adopt, Deliver, End, MoveReque
 from trinity.core.frontend.poison_detection import PoisonDetector
 from trinity.core.frontend.refusals import find_malformed, find_overload
 from trinity.core.frontend.suspicion import NEWS_S, Life
+from trinity.core.frontend.turns import Alarms
 from trinity.core.life_names import LifeNames, check_owner, id_of, name_life
 from trinity.core.messages import (
     FRONTEND,
@@ -57,7 +57,9 @@ from trinity.core.messages import (
     NotMoved,
     PeerDown,
     PeerEmpty,
+    PeerLeaving,
     PeerLoad,
+    PeerRemoved,
     PeerReserved,
     PeerSuspect,
     PeerUp,
@@ -68,8 +70,7 @@ from trinity.core.messages import (
     Value,
     Work,
 )
-from trinity.core.peer_exit import PeerLeaving, PeerRemoved
-from trinity.core.routing import Router, RoutingPolicy
+from trinity.core.routing.router import Router, RoutingPolicy
 
 MAX_WAITING_BYTES = 1 << 30
 

@@ -11,11 +11,11 @@ from msgspec.structs import replace
 
 from trinity.core.failure_policy import FailurePolicy
 from trinity.core.frontend.messages import Adopt, FormerLife
+from trinity.core.frontend.resumption import Prefilled
 from trinity.core.frontend.suspicion import Life, Suspicion
 from trinity.core.life_names import name_life
 from trinity.core.messages import FRONTEND, KV, NOWHERE, PREEMPTED, UNFIT, Failure, Finished, Moved, Sampled, Work
-from trinity.core.resumption import Prefilled
-from trinity.core.routing import Router
+from trinity.core.routing.router import Router
 
 ROUNDING_S = 1e-3  # of sums of pauses: one that is short of its wait by less has waited
 PAUSE_S, MOST_PAUSE_S = 0.05, 1.0  # before a request goes back to one that has not heard yet who is up

@@ -7,9 +7,9 @@ from typing import Any
 from trinity.core.failure_policy import FailurePolicy
 from trinity.core.frontend.frontend_request import FrontendRequest
 from trinity.core.frontend.messages import Prepare, Prepared
+from trinity.core.frontend.turns import Turns
 from trinity.core.messages import Failure, Value
-from trinity.core.routing import Router
-from trinity.core.turns import Turns
+from trinity.core.routing.router import Router
 
 PREPARED_AT_ONCE = 8  # inputs that were not kept: each may be hundreds of MB
 

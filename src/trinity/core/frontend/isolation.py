@@ -13,7 +13,7 @@ from trinity.core.frontend.frontend_request import FrontendRequest
 from trinity.core.frontend.refusals import path_of
 from trinity.core.frontend.suspicion import Life
 from trinity.core.messages import PeerEmpty, PeerReserved, PeerUp, Send, Value, Work
-from trinity.core.routing import Router
+from trinity.core.routing.router import Router
 
 AWAY_S = 10.0  # for an instance that is away, before one that others are at is emptied for it
 EMPTY_POLL_S = 0.1  # between two looks at whether an instance has become empty

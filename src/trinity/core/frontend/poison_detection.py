@@ -9,7 +9,7 @@ from trinity.core.failure_policy import FailurePolicy
 from trinity.core.frontend.frontend_request import FrontendRequest, is_planned, lives_on, was_given_back
 from trinity.core.frontend.suspicion import Death, Life
 from trinity.core.messages import Failure, Finished, PeerUp
-from trinity.core.routing import Router
+from trinity.core.routing.router import Router
 
 
 class PoisonDetector:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from trinity.core.messages import Failure, Work
-from trinity.core.routing import Router
-from trinity.core.stage_needs import needs
+from trinity.core.routing.router import Router
+from trinity.core.routing.stage_needs import needs
 
 
 def path_of(work: Work) -> str:

@@ -11,13 +11,12 @@ from trinity.core.instance.lifecycle import end, queue_prefill
 from trinity.core.instance.phases import Phase
 from trinity.core.instance.request_state import RequestState
 from trinity.core.instance.state import State, failure
-from trinity.core.messages import IMAGE, Failure, Submit, Work
+from trinity.core.messages import IMAGE, WORK, Failure, Submit, Work
 from trinity.core.migration.prefix_fetch import begin_fetch
 from trinity.core.migration.remote_features import skip_cached_remotely
 from trinity.core.migration.source import offer_found
-from trinity.core.routing import BadChoice
-from trinity.core.spare_work import WORK
-from trinity.core.stage_needs import needs
+from trinity.core.routing.router import BadChoice
+from trinity.core.routing.stage_needs import needs
 
 
 def handle_submit(s: State, event: Submit, now: float) -> None:

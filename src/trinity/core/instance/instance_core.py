@@ -30,13 +30,16 @@ from trinity.core.messages import (
     Move,
     Offer,
     PeerDown,
+    PeerLeaving,
     PeerLoad,
+    PeerRemoved,
     PeerReserved,
     PeerSuspect,
     PeerUp,
     Pulled,
     Ready,
     Release,
+    Spare,
     Stepped,
     Submit,
     Tick,
@@ -49,9 +52,7 @@ from trinity.core.migration.moves import handle_caught, handle_move, offer_moves
 from trinity.core.migration.remote_features import handle_fetch
 from trinity.core.migration.source import handle_helped
 from trinity.core.migration.target import handle_commit, handle_offer, handle_ready, handle_withdraw
-from trinity.core.peer_exit import PeerLeaving, PeerRemoved
-from trinity.core.routing import RoundRobin, Router, RoutingPolicy
-from trinity.core.spare_work import Spare
+from trinity.core.routing.router import RoundRobin, Router, RoutingPolicy
 from trinity.core.values import FrontendUp, NotTaken
 
 _HANDLERS: dict[type[Value], Callable[[State, Any, float], None]] = {

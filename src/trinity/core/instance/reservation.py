@@ -6,7 +6,7 @@ from trinity.core.block_pool import blocks_for
 from trinity.core.instance.request_state import RequestState
 from trinity.core.instance.state import State
 from trinity.core.messages import KV, Work
-from trinity.core.stage_needs import kv_tokens
+from trinity.core.routing.stage_needs import kv_tokens
 
 EXTRA_BLOCKS = 1  # blocks beyond those of its text that a request is admitted with
 

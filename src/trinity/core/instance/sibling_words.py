@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from trinity.core.messages import KV, Offer
-from trinity.core.spare_work import WORK
+from trinity.core.messages import KV, WORK, Offer
 
 
 class SiblingWords:

@@ -34,9 +34,8 @@ from trinity.core.instance.spare_offers import (
     pass_offer,
 )
 from trinity.core.instance.state import State
-from trinity.core.messages import KV, PeerUp
-from trinity.core.spare_work import WORK, Said, Spare
-from trinity.core.stage_needs import fitting
+from trinity.core.messages import KV, WORK, PeerUp, Said, Spare
+from trinity.core.routing.stage_needs import fitting
 
 SIBLINGS_OF = {WORK: "EP", KV: "D"}  # and the stages whose instances are siblings in it
 

@@ -18,7 +18,7 @@ from trinity.core.instance.reservation import blocks_to_reserve, decode_headroom
 from trinity.core.instance.state import State
 from trinity.core.instance.state_blocks import has_state_room
 from trinity.core.messages import KV, PeerUp
-from trinity.core.stage_needs import fitting
+from trinity.core.routing.stage_needs import fitting
 
 LOOKED_AT = 8  # waiting ones of a queue: those behind them may stay, and each look costs time
 MOSTLY = 0.5  # of a prompt: who has so much of it cached keeps it, as a later life goes there (decision 0085)

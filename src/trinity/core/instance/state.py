@@ -43,7 +43,7 @@ from trinity.core.messages import (
     Value,
     Work,
 )
-from trinity.core.routing import Router
+from trinity.core.routing.router import Router
 from trinity.core.transfers import PullTimes, TokenRate
 
 

@@ -18,11 +18,10 @@ from msgspec.structs import replace
 from trinity.core.instance.phases import SPAN, Phase
 from trinity.core.instance.request_state import Lease, RequestState, Tombstone
 from trinity.core.instance.state import State
-from trinity.core.messages import KV, Commit, Moved, Offer, Ready, Release, Work
+from trinity.core.messages import KV, Commit, Moved, Offer, Ready, Release, Spare, Work
 from trinity.core.migration.kv_source import close_stream
 from trinity.core.migration.source import drop_offer, may_offer, name_offer, offer_media
-from trinity.core.routing import BadChoice
-from trinity.core.spare_work import Spare
+from trinity.core.routing.router import BadChoice
 
 
 def offer_again(s: State, lease: Lease, now: float) -> bool:

@@ -12,7 +12,7 @@ from trinity.core.instance.request_state import Lease, MediaSlot, RequestState
 from trinity.core.instance.state import State, failure
 from trinity.core.messages import IMAGE, KV, Failure, Helped, Offer, Part, Ready, Work
 from trinity.core.migration.remote_features import remember_skipped
-from trinity.core.routing import BadChoice
+from trinity.core.routing.router import BadChoice
 
 
 def may_offer(s: State, state: RequestState) -> bool:

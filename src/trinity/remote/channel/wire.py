@@ -7,8 +7,8 @@ from typing import Any
 
 import msgspec
 
+from trinity.core.frontend.journal import Journal, JournalKept, JournalStart
 from trinity.core.instance.settings import Reservation
-from trinity.core.journal import Journal, JournalKept, JournalStart
 from trinity.core.messages import (
     Cancel,
     Caught,
@@ -26,19 +26,20 @@ from trinity.core.messages import (
     Offer,
     PeerDown,
     PeerEmpty,
+    PeerLeaving,
     PeerLoad,
+    PeerRemoved,
     PeerReserved,
     PeerSuspect,
     PeerUp,
     Ready,
     Release,
+    Spare,
     Submit,
     Value,
     Withdraw,
 )
-from trinity.core.peer_exit import PeerLeaving, PeerRemoved
 from trinity.core.scheduler import Order, Policy
-from trinity.core.spare_work import Spare
 from trinity.core.transfers import TransferPolicy
 from trinity.core.values import FrontendUp, NotTaken
 from trinity.costs.budgets import StepBudgets

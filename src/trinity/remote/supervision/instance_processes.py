@@ -12,8 +12,7 @@ from typing import Any
 
 import msgspec
 
-from trinity.core.messages import PeerSuspect, Tick, Value
-from trinity.core.peer_exit import PeerLeaving, PeerRemoved
+from trinity.core.messages import PeerLeaving, PeerRemoved, PeerSuspect, Tick, Value
 from trinity.errors import ConfigError, PeerLost, TrinityError, describe_error
 from trinity.instance import Instance
 from trinity.memory.weight_shelf import WeightShelf, open_shelf

@@ -9,8 +9,7 @@ import pytest
 
 from support.core_tables import peer_up, work
 from trinity.core.messages import PeerLoad
-from trinity.core.routing import Router, RoutingPolicy, routing_policy
-from trinity.core.two_choices import TwoChoices
+from trinity.core.routing.router import Router, RoutingPolicy, TwoChoices, routing_policy
 
 SIZE, EACH = 256, 20
 

@@ -14,6 +14,7 @@ from support.virtual.lives import Kill
 from trinity.core.block_pool import DIGEST, prefix_keys
 from trinity.core.failure_policy import FailurePolicy
 from trinity.core.frontend import dispatch
+from trinity.core.frontend.resumption import Prefilled, find_cached
 from trinity.core.messages import (
     KV,
     Failure,
@@ -27,8 +28,7 @@ from trinity.core.messages import (
     Submit,
     Work,
 )
-from trinity.core.resumption import Prefilled, find_cached
-from trinity.core.routing import RoundRobin, Router
+from trinity.core.routing.router import RoundRobin, Router
 
 TEXT = work("r", 16)
 CHAT = work("r", 2, "cat*4", 10)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from trinity.core.turns import Turns
+from trinity.core.frontend.turns import Turns
 
 
 def test_so_many_at_once_and_then_the_oldest() -> None:

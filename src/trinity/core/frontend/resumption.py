@@ -15,7 +15,7 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from trinity.core.messages import KV, PeerUp, Work
-from trinity.core.routing import Router
+from trinity.core.routing.router import Router
 
 LEAST_SHARE = 0.5  # of the text that must be cached there: for less, the choice among all instances is worth more
 

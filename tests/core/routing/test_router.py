@@ -8,7 +8,7 @@ import pytest
 
 from support.core_tables import peer_up, work
 from trinity.core.messages import Work
-from trinity.core.routing import (
+from trinity.core.routing.router import (
     RandomChoice,
     RoundRobin,
     Router,

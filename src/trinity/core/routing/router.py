@@ -1,6 +1,6 @@
 """Routing: chooses the next instance of a request, which stays where its next stage is (TriInfer 4.3).
 
-Where instances are on several hosts it stays on its own as far as that is fair (``trinity.core.near_hosts``).
+Where instances are on several hosts it stays on its own as far as that is fair (``trinity.core.routing.near_hosts``).
 
 Policies by name: ``round_robin``, ``random``, ``least_loaded`` and ``prefix_hits`` (EPD-Serve 3.4) and ``two_choices``.
 The last three read what instances publish of themselves (``Router.loads``), so that they choose alike in any process.
@@ -14,14 +14,12 @@ from math import inf
 from types import MappingProxyType
 from typing import Protocol, cast
 
-from trinity.core.cached_content import ReportedContent
-from trinity.core.load_order import LoadOrder
-from trinity.core.messages import MediaSpan, PeerLoad, PeerReserved, PeerSuspect, PeerUp, Work
-from trinity.core.near_hosts import HostTurns
-from trinity.core.peer_exit import PeerLeaving, PeerRemoved
-from trinity.core.stage_needs import fitting, units_of
-from trinity.core.stage_peers import Slots, StagePeers
-from trinity.core.two_choices import TwoChoices
+from trinity.core.messages import MediaSpan, PeerLeaving, PeerLoad, PeerRemoved, PeerReserved, PeerSuspect, PeerUp, Work
+from trinity.core.routing.cached_content import ReportedContent
+from trinity.core.routing.load_order import LoadOrder
+from trinity.core.routing.near_hosts import HostTurns
+from trinity.core.routing.stage_needs import fitting, units_of
+from trinity.core.routing.stage_peers import Slots, StagePeers
 from trinity.errors import describe_error
 from trinity.plugins import load_plugin
 
@@ -120,6 +118,32 @@ class PrefixHits:
     def choose(self, letter: str, work: Work, peers: Sequence[PeerUp], router: Router) -> PeerUp:
         found = router.stage_peers(peers)
         return self._least.pick(letter, found, router.content.most_cached(letter, work, found), router)
+
+
+class Predicts(Protocol):
+    """Predicts the seconds of work at a stage of an instance, as ``Router`` does."""
+
+    def seconds(self, name: str, letter: str) -> float: ...
+
+
+class TwoChoices:
+    """The less loaded of two drawn ones (Azar, Broder, Karlin and Upfal, Balanced Allocations).
+
+    Where many choose by the same reports, each would send to the same least loaded one until the next report. Drawn
+    from a generator that is seeded by the ``first`` turn of each, so that no two draw in step.
+    """
+
+    informed, straight = True, False
+
+    def __init__(self) -> None:
+        self.begin(0)
+
+    def begin(self, first: int) -> None:
+        self._random = random.Random(first)
+
+    def choose(self, letter: str, work: Work, peers: Sequence[PeerUp], router: Predicts) -> PeerUp:
+        drawn = self._random.sample(peers, min(2, len(peers)))
+        return min(drawn, key=lambda peer: router.seconds(peer.name, letter))
 
 
 ROUTING_POLICIES: dict[str, Callable[[], RoutingPolicy]] = {

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Self
 
 from trinity.core.messages import PeerUp, Work
-from trinity.core.stage_needs import InstanceKind, kind_of, needs
+from trinity.core.routing.stage_needs import InstanceKind, kind_of, needs
 
 SPARE_SLOTS = 64  # beside two of each instance: numbers of those that are gone, before all are numbered anew
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Callable
 
-from trinity.core.stage_peers import Slots, StagePeers, bits_of
+from trinity.core.routing.stage_peers import Slots, StagePeers, bits_of
 
 FEW = 16  # instances of which each is looked at, rather than all seconds in order
 

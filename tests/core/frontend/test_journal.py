@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from support.core_tables import work
-from trinity.core.journal import (
+from trinity.core.frontend.journal import (
     MOST_ADOPTIONS,
     OPENING_BYTES,
     TOKEN_BYTES,

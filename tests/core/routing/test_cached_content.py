@@ -5,11 +5,12 @@ from __future__ import annotations
 from random import Random
 
 from support.core_tables import holding, peer_up, work
-from trinity.core import block_pool, cached_content
+from trinity.core import block_pool
 from trinity.core.block_pool import DIGEST, each_prefix_key, prefix_keys
-from trinity.core.cached_content import CachedContent
 from trinity.core.messages import IMAGE, KV, PeerLoad
-from trinity.core.routing import PrefixHits, Router
+from trinity.core.routing import cached_content
+from trinity.core.routing.cached_content import CachedContent
+from trinity.core.routing.router import PrefixHits, Router
 
 KEYS = [bytes([number]) * 16 for number in range(6)]
 

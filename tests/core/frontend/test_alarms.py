@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trinity.core.alarms import SPARE, Alarms
+from trinity.core.frontend.turns import SPARE, Alarms
 
 
 @dataclass

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from trinity.core.messages import PeerUp
-from trinity.core.stage_peers import StagePeers
+from trinity.core.routing.stage_peers import StagePeers
 
 BEFORE = {"P": "E", "D": "P"}  # the stage whose instances hand a request on to this one
 

@@ -1,0 +1,1 @@
+"""Choice of an instance for each stage of a request."""
