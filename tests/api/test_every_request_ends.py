@@ -61,7 +61,7 @@ def test_the_front_end_refuses_work_that_no_instance_would_ever_end(work: Work) 
     assert end.failure is not None
     assert end.failure.error == "RequestError"
     assert not frontend.entries
-    assert not frontend.turns
+    assert not frontend.waiting
 
 
 # ---------------------------------------------------------------- whatever its fields hold

@@ -218,7 +218,7 @@ def test_the_front_end_keeps_nothing_of_what_a_policy_refused() -> None:
     assert end.failure is not None
     assert end.failure.error == "StageError"
     assert not frontend.entries
-    assert not frontend.turns
+    assert not frontend.waiting
     assert frontend.handle(Submit(Work(request="good", prompt=(1,))), 0.0)
 
 

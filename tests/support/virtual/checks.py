@@ -153,7 +153,7 @@ class Bookkeeping:
         for name, frontend in self.frontends.items():
             assert not frontend.entries, f"{name} still waits for {sorted(frontend.entries)}"
             assert not frontend.lives, f"{name} still knows the lives {sorted(frontend.lives)}"
-            assert frontend.turns == 0, f"{name} counts {frontend.turns} waiting requests"
+            assert frontend.waiting == 0, f"{name} counts {frontend.waiting} waiting requests"
             assert frontend.next_timer() is None, "a deadline outlived its request"
 
     def _check_in_flight(self, name: str) -> None:
