@@ -144,12 +144,12 @@ def import_figures(modules: source.Modules, root: Path) -> list[Figure]:
 def name_figures(modules: source.Modules, root: Path) -> list[Figure]:
     repeated = [f"{name}: {', '.join(homes)}" for name, homes in source.repeated_names(modules).items()]
     documented, participles = list(source.docstrings(modules)), source.participle_functions(modules)
-    bases = source.single_bases(modules, source.public_names(modules, root / "docs/site/reference"))
+    bases = source.single_bases(modules, source.public_names(modules, root / "docs/site/reference"), root / "tests")
     places = source.declarations(modules, source.settings_of(modules, OWNERS) - NO_SETTINGS)
     told = sorted(([name, *found] for name, found in places.items()), key=lambda each: -len(each))
     counts = [len(each) - 1 for each in told]
     return [
-        counted("private bases with one subclass", bases, target=0),
+        counted("private bases with one subclass", bases, limit=0),
         Figure(
             "places that declare a setting: median / most",
             f"{statistics.median(counts):g} / {counts[0]}" if counts else "–",

@@ -367,8 +367,11 @@ def public_names(modules: Modules, reference: Path) -> set[str]:
     return found
 
 
-def single_bases(modules: Modules, public: set[str]) -> list[str]:
-    """Classes that exist to be inherited by one other: not public, no protocol, and never used but as its base."""
+def single_bases(modules: Modules, public: set[str], others: Path | None = None) -> list[str]:
+    """Classes that exist to be inherited by one other: not public, no protocol, and never used but as its base.
+
+    ``others``: a folder whose classes inherit too, of tests for instance.
+    """
     classes = {
         node.name: (module.name, [_final_name(base) for base in node.bases])
         for module in modules.values()
@@ -376,6 +379,9 @@ def single_bases(modules: Modules, public: set[str]) -> list[str]:
         if isinstance(node, ast.ClassDef)
     }
     used = {name for module in modules.values() for name in _names_used(module.tree)}
+    trees = (ast.parse(path.read_text(encoding="utf-8")) for path in (others.rglob("*.py") if others else ()))
+    outside = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    used |= {_final_name(base) for node in outside for base in node.bases}
     heirs: dict[str, list[str]] = {}
     for name, (home, bases) in classes.items():
         for base in bases:

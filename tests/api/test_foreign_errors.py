@@ -20,7 +20,7 @@ from trinity.core.messages import PeerUp, Sampled, Step, Submit, Work
 from trinity.errors import RequestError, StageError, describe_error, own_errors
 from trinity.instance import Instance
 from trinity.memory.block_memory import BlockMemory
-from trinity.preprocess.text.token_text import TableText, WindowText
+from trinity.preprocess.text.detokenizer import TableText, WindowText
 from trinity.request import Request, Sampling
 from trinity.stages import IMAGE, KV, EncodeStage, LanguageStage
 

@@ -22,7 +22,8 @@ from trinity.core.instance.phases import Phase
 from trinity.core.instance.request_state import RequestState
 from trinity.core.instance.state import State
 from trinity.core.messages import Cancel, Commit, Forget, Offer, Send, Value
-from trinity.core.migration import kv_source, kv_target, leases, source, target
+from trinity.core.migration import kv_target, leases, source, target
+from trinity.core.migration import source as kv_source
 from trinity.core.scheduler import BatchRules
 
 ENOUGH = 1500

@@ -19,12 +19,11 @@ from support.virtual.cluster import VirtualCluster
 from support.virtual.prefix_rules import FetchRules, Matchable
 from trinity.core.failure_policy import FailurePolicy
 from trinity.core.instance import arrival
-from trinity.core.instance.prefix_fetches import PrefixFetches
-from trinity.core.instance.request_state import RequestState
+from trinity.core.instance.peer_questions import PrefixFetches
+from trinity.core.instance.request_state import Piece, PullProgress, RequestState
 from trinity.core.instance.state import State
 from trinity.core.messages import Fetched, Release, Send
 from trinity.core.migration import kv_target, lost_transfers, prefix_fetch
-from trinity.core.migration.pull_progress import Piece, PullProgress
 
 POLICY = FailurePolicy(recoveries=20, wait_s=10.0)
 AT_ALL = 60

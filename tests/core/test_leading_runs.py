@@ -22,8 +22,8 @@ from support.virtual.cluster import Durations, VirtualCluster, make_settings
 from trinity.core.failure_policy import NO_RECOVERY, FailurePolicy
 from trinity.core.frontend import Abort
 from trinity.core.instance import steps
-from trinity.core.instance.leading_queue import LeadingQueue
 from trinity.core.instance.leading_text import begin_leading, finish_leading
+from trinity.core.instance.queues import LeadingQueue
 from trinity.core.instance.state import State
 from trinity.core.messages import Open, Prefill, Step, Stepped, Submit, Value
 from trinity.core.migration.kv_target import publish_kv

@@ -21,11 +21,12 @@ from support.virtual.cluster import Durations, VirtualCluster, make_settings
 from support.waiting_decodes import Waiting
 from trinity.core.failure_policy import NO_RECOVERY
 from trinity.core.frontend import Abort
-from trinity.core.instance import instance_core, siblings, spare_offers
+from trinity.core.instance import instance_core, siblings
+from trinity.core.instance import siblings as spare_offers
 from trinity.core.instance.lifecycle import release
+from trinity.core.instance.peer_questions import Siblings, SiblingWords
 from trinity.core.instance.phases import Phase
 from trinity.core.instance.request_state import PASSED, Lease, RequestState
-from trinity.core.instance.sibling_words import Siblings, SiblingWords
 from trinity.core.instance.state import State
 from trinity.core.messages import IMAGE, KV, Offer, Release, Send, Spare, Submit, Value
 from trinity.core.migration import leases, second_offers

@@ -20,9 +20,9 @@ from support.virtual.cluster import Durations, VirtualCluster, make_settings
 from trinity.core.failure_policy import NO_RECOVERY
 from trinity.core.frontend import Abort
 from trinity.core.instance import arrival, instance_core, siblings
+from trinity.core.instance.peer_questions import SiblingWords
 from trinity.core.instance.phases import Phase
 from trinity.core.instance.request_state import RequestState
-from trinity.core.instance.sibling_words import SiblingWords
 from trinity.core.instance.state import State
 from trinity.core.messages import Send, Spare, Step, Submit, Value
 from trinity.core.scheduler import BatchRules

@@ -12,8 +12,7 @@ from transformers import PreTrainedTokenizerBase
 
 from preprocess.text.test_detokenizer import Counting, cut, run
 from support.made_tokenizers import NAMES, ids_of, tokenizer
-from trinity.preprocess.text.detokenizer import TextStream
-from trinity.preprocess.text.token_text import _SETTLED, TableText, make_text
+from trinity.preprocess.text.detokenizer import _SETTLED, TableText, TextStream, make_text
 
 FALLBACK = [name for name in NAMES if name.startswith("fallback")]
 TIDY = ["fallback_tidy", "metaspace_tidy", "wordpiece_tidy"]

@@ -295,6 +295,9 @@ def test_a_class_that_only_one_other_inherits_is_a_private_base(tmp_path: Path, 
     modules = tree(tmp_path, a="class Base: ...\nclass Port(Protocol): ...", b=other + "\nclass Made(Port): ...")
     assert house_source.single_bases(modules, set()) == (["box.a.Base: box.b.Only"] if found else [])
     assert house_source.single_bases(modules, {"Base"}) == []
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests/rig.py").write_text("class Rig(Base): ...")
+    assert house_source.single_bases(modules, set(), tmp_path / "tests") == []
 
 
 def test_public_names_are_those_of_packages_and_of_the_reference(tmp_path: Path) -> None:

@@ -12,8 +12,7 @@ import torch
 from support.sampler_rows import SamplerRow, batch, row
 from trinity.core.messages import ResolvedSampling, Work
 from trinity.errors import StageError
-from trinity.stages.barred_rows import sample_open_rows
-from trinity.stages.sampler import sample
+from trinity.stages.sampler import sample, sample_open_rows
 from trinity.stages.token_bans import make_bans
 
 VOCABULARY, END = 12, 3

@@ -10,12 +10,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trinity.stages import device_tables
+from trinity.stages import block_tables as device_tables
 from trinity.stages.attention.gpu.flash_infer import make_page_lists
 from trinity.stages.attention.gpu.varlen import make_varlen_rows
 from trinity.stages.batch import Chunk, Decodes, build_batch
-from trinity.stages.block_tables import BlockTables
-from trinity.stages.device_tables import DeviceTables
+from trinity.stages.block_tables import BlockTables, DeviceTables
 from trinity.stages.uploads import upload
 
 OPS = st.lists(

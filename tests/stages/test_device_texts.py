@@ -14,10 +14,11 @@ from support.bare_table import bare_table
 from support.device_waits import DEVICE, no_device_waits
 from support.language_stage import PROMPT, Solo, work
 from trinity.core.messages import Open, Prefill, ResolvedSampling, Step, Work
-from trinity.stages import device_texts, token_bans
+from trinity.stages import token_bans
+from trinity.stages import token_bans as device_texts
 from trinity.stages.async_steps import DeviceTokens, FinishedStep, LaunchedStep, draw_next
-from trinity.stages.device_texts import TEXT_PAGE, DeviceTexts
 from trinity.stages.language import LanguageStage
+from trinity.stages.token_bans import TEXT_PAGE, DeviceTexts
 
 CPU = torch.device("cpu")
 LONG, MANY = 131_072, 256

@@ -25,7 +25,8 @@ from transformers.generation.logits_process import (
 from support.sampler_rows import NO_IDS, SamplerRow, batch, row
 from trinity.core.messages import ResolvedSampling, Sampled
 from trinity.errors import StageError
-from trinity.stages import noise, sampler
+from trinity.stages import sampler
+from trinity.stages import sampler_rows as noise
 from trinity.stages.sampler import draw, sample_greedy
 
 

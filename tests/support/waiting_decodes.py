@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from support.virtual.cluster import VirtualCluster
-from trinity.core.instance import spare_offers
+from trinity.core.instance import siblings
 from trinity.core.instance.state import State
 from trinity.core.messages import Value
 
@@ -21,8 +21,8 @@ class Waiting:
         for own, core in cores.items():
             for other, taker in cores.items() if core.state.kv_offers else ():
                 peer = taker.announcement()
-                for state in spare_offers.find_decodes(core.state, peer) if own != other else ():
-                    if _has_room(taker.state, spare_offers.count_need(core.state, state)):
+                for state in siblings.find_decodes(core.state, peer) if own != other else ():
+                    if _has_room(taker.state, siblings.count_need(core.state, state)):
                         found.add((own, other, state.work.request))
         self.since = {each: self.since.get(each, now) for each in found}
         if self.since:

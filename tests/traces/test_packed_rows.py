@@ -17,8 +17,7 @@ from hypothesis import strategies as st
 
 from trinity.errors import ConfigError, TraceError
 from trinity.pipeline.pipeline import TRACE_BYTES
-from trinity.traces.packed_rows import PackedRows
-from trinity.traces.trace import Trace, TraceImage, TraceRow
+from trinity.traces.trace import PackedRows, Trace, TraceImage, TraceRow
 
 SPANS = ("encode_queue", "encode", "ep_migration", "prefill_queue", "prefill", "pd_migration", "decode_queue", "decode")
 

@@ -28,9 +28,15 @@ from trinity.preprocess.checkpoint.processor_values import check_processor_value
 from trinity.preprocess.checkpoint.tokenizer_files import load_tokenizer
 from trinity.preprocess.checkpoint.verdicts import MediaFacts
 from trinity.preprocess.media.colours import Transparency
-from trinity.preprocess.media.media_kinds import LoadedProcessor, ModelFiles, Placeholder, kind_names, list_kinds
+from trinity.preprocess.media.media_kinds import (
+    LoadedProcessor,
+    ModelFiles,
+    Placeholder,
+    RunTokenizer,
+    kind_names,
+    list_kinds,
+)
 from trinity.preprocess.media.media_markup import IMAGE_TEXT, VIDEO_TEXT, ImageText, VideoText
-from trinity.preprocess.media.placeholder_runs import RunTokenizer
 from trinity.preprocess.text.clip_windows import take_text_too
 
 _MOST_CACHED = 64  # texts whose tokenization is cached, each of the size of a prompt

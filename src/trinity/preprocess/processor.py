@@ -22,9 +22,15 @@ from trinity.preprocess.media.audio_kind import mark_beside
 from trinity.preprocess.media.colours import Transparency
 from trinity.preprocess.media.frame_groups import cut_videos
 from trinity.preprocess.media.front_images import FrontReader
-from trinity.preprocess.media.media_admission import admit_media
 from trinity.preprocess.media.media_costs import MediaCost, Price, check_price, sum_prices
-from trinity.preprocess.media.media_kinds import MediaItem, PricedReader, add_salt, find_fetch_rules, list_kinds
+from trinity.preprocess.media.media_kinds import (
+    MediaItem,
+    PricedReader,
+    add_salt,
+    admit_media,
+    find_fetch_rules,
+    list_kinds,
+)
 from trinity.preprocess.media.strips import cut_items
 from trinity.preprocess.media_limits import MediaBudget, MediaLimits, MediaProblem, TooManyTokens, explain_length
 from trinity.preprocess.preparation_lanes import (
@@ -42,9 +48,8 @@ from trinity.preprocess.text.generation_config import (
     load_generation_defaults,
     resolve_sampling,
 )
-from trinity.preprocess.text.prompt import PromptText, name_media, order_media
+from trinity.preprocess.text.prompt import PromptReader, PromptText, name_media, order_media
 from trinity.preprocess.text.prompt_problem import PromptProblem
-from trinity.preprocess.text.prompt_reader import PromptReader
 from trinity.preprocess.text.prompt_tokens import PromptTokenizer
 from trinity.preprocess.text.sampling_door import SamplingDoor
 from trinity.request import Media, Request, Sampling, check_request

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -25,7 +25,6 @@ from trinity.memory.block_memory import BlockMemory
 from trinity.memory.cache_config import CacheConfig
 from trinity.preprocess.processor import ProcessedRequest
 from trinity.runtime import loader
-from trinity.runtime.composed_request import ComposedRequest
 from trinity.runtime.cuda_stream import make_lane_stream
 from trinity.runtime.host import InstanceHost, LoadedInstance, Network
 from trinity.runtime.shielded_wait import wait_shielded
@@ -394,3 +393,43 @@ async def _load(
     config = replace(config, cache=cache or CacheConfig(), transfers=transfers or TransferPolicy())
     (loaded,) = await asyncio.to_thread(loader.load_instances, config, [spec], None)
     return loaded
+
+
+@dataclass
+class ComposedRequest:
+    """An open request: its work and blocks, the rows that these hold and that are filled, and its tokens so far.
+
+    ``state``: the block of its states, where the model keeps some.
+    """
+
+    work: Work
+    blocks: tuple[int, ...]
+    images: tuple[tuple[int, ...], ...]
+    rows: int
+    filled: int
+    outputs: int
+    state: tuple[int, ...] = ()
+
+    def uses(self, kind: str) -> set[int]:
+        """List the blocks that a step of it may still read; features are in the KV blocks once all is prefilled."""
+        if kind == KV:
+            return set(self.blocks)
+        if kind == STATE:
+            return set(self.state)
+        return set() if self.filled == len(self.work.prompt) else {block for each in self.images for block in each}
+
+    def check_prefill(self, work: Work, start: int) -> None:
+        """Raise ``ConfigError`` if ``work`` cannot be prefilled from ``start``: it goes on where the last ended."""
+        name = f"request {work.request}"
+        if work != self.work:
+            raise ConfigError(f"{name} is open with other work: close it, and open it with this")
+        if self.outputs:
+            raise ConfigError(f"{name} has its first token: decode it, or close it and open it again")
+        if start > self.filled:
+            raise ConfigError(f"the KV blocks of {name} are filled up to {self.filled}: prefill it from there")
+        if self.state and start not in (0, self.filled):
+            raise ConfigError(
+                f"the states of {name} are those of {self.filled} tokens: prefill it from there, or from 0"
+            )
+        if len(self.images) < len(work.media):
+            raise ConfigError(f"{name} is open without its images: open it with images=")

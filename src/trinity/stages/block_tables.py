@@ -1,11 +1,16 @@
-"""Block tables of the requests of a batch on the host: of any lengths, one behind the other."""
+"""Block tables of the requests of a batch: on the host, one behind the other, and on the device, by slot."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
+from torch import Tensor
+
+from trinity.stages.uploads import upload
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,3 +52,83 @@ class BlockTables:
 
 
 AnyTables = BlockTables | Sequence[np.ndarray] | np.ndarray  # an array is [n, width]
+
+
+_START, _ROOM, _SENT = range(3)
+_LEAST_ROOM = 16
+_FIRST_ROOM = 1 << 12
+
+
+class DeviceTables:
+    """Block tables by slot. Each lies in a piece of one memory, a power of two of blocks, with room to grow.
+
+    A slot's table may only grow until it is released.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._memory = torch.zeros(_FIRST_ROOM, dtype=torch.int32, device=device)
+        self._used = 0
+        self._free: defaultdict[int, list[int]] = defaultdict(list)  # pieces by size
+        self._pieces = np.zeros((3, 0), dtype=np.int64)  # by slot: start, room, blocks that were sent
+
+    def release(self, slots: Iterable[int]) -> None:
+        """Forget the tables of these slots."""
+        for slot in slots:
+            if slot < self._pieces.shape[1] and self._pieces[_ROOM, slot]:
+                self._free[int(self._pieces[_ROOM, slot])].append(int(self._pieces[_START, slot]))
+                self._pieces[:, slot] = 0
+
+    @torch.inference_mode()
+    def select(self, slots: np.ndarray | None, tables: BlockTables) -> Tensor:
+        """Return the tables [n, longest], int32, of these slots, and keep them; None: of no slots, they are not kept.
+
+        What lies beyond a table's end is any block of the cache.
+        """
+        if slots is None:
+            slots = np.arange(len(tables))
+            self.release(slots.tolist())
+            try:
+                return self.select(slots, tables)
+            finally:
+                self.release(slots.tolist())
+        lacking = int(slots.max(initial=-1)) + 1 - self._pieces.shape[1]
+        if lacking > 0:
+            self._pieces = np.pad(self._pieces, ((0, 0), (0, max(lacking, self._pieces.shape[1]))))
+        changed = np.flatnonzero(self._pieces[_SENT, slots] < tables.counts)
+        places, blocks = [tables.ends[:0]], [tables.blocks[:0]]
+        for at in changed.tolist():
+            slot, count, end = int(slots[at]), int(tables.counts[at]), int(tables.ends[at])
+            start, sent = self._make_room(slot, count)
+            places.append(np.arange(start + sent, start + count))
+            blocks.append(tables.blocks[end - count + sent : end])
+        numbers = (self._pieces[_START, slots], np.concatenate(places), np.concatenate(blocks))
+        given = upload(np.concatenate(numbers, dtype=np.int32), self._memory.device)
+        starts, there, values = torch.split(given, [len(part) for part in numbers])
+        if len(values):
+            self._memory.index_copy_(0, there.long(), values)
+        self._pieces[_SENT, slots[changed]] = tables.counts[changed]
+        across = torch.arange(int(tables.counts.max(initial=0)), dtype=torch.int32, device=given.device)
+        index = (starts[:, None] + across).clamp_(max=len(self._memory) - 1)
+        return self._memory.index_select(0, index.view(-1)).view(index.shape)
+
+    def _make_room(self, slot: int, count: int) -> tuple[int, int]:
+        """Give a slot a piece that ``count`` blocks fit into; returns where it starts, and how many were sent there."""
+        start, room, sent = self._pieces[:, slot].tolist()
+        if room < count:
+            self.release([slot])
+            room = max(_LEAST_ROOM, 1 << (count - 1).bit_length())
+            before, start = start, self._take_piece(room)
+            if sent:
+                self._memory[start : start + sent].copy_(self._memory[before : before + sent])
+            self._pieces[:, slot] = start, room, sent
+        return start, sent
+
+    def _take_piece(self, room: int) -> int:
+        if self._free[room]:
+            return self._free[room].pop()
+        start, held = self._used, self._memory
+        if start + room > len(held):
+            self._memory = held.new_zeros(max(start + room, 2 * len(held)))
+            self._memory[: len(held)].copy_(held)
+        self._used += room
+        return start

@@ -21,7 +21,6 @@ from trinity.stages.attention.backends import AUTO, make_backend
 from trinity.stages.attention.fp8 import find_spoilt, storage
 from trinity.stages.attention.interface import AttentionBackend
 from trinity.stages.attention.layer_progress import LayerProgressAttention, LayersCallback
-from trinity.stages.barred_rows import sample_open_rows
 from trinity.stages.base import FailedSample, PendingStep
 from trinity.stages.batch import NO_DECODES, Chunk, Decodes, build_batch
 from trinity.stages.gpu.cuda_graphs import GraphCache
@@ -29,10 +28,9 @@ from trinity.stages.gpu.decode_graphs import DecodeGraphs
 from trinity.stages.gpu.prefill_graphs import PrefillGraphs
 from trinity.stages.host_rules import RuledRows, apply_host_rules
 from trinity.stages.models import LoadedModel
-from trinity.stages.open_request import OpenRequest
-from trinity.stages.open_states import OpenStates
+from trinity.stages.open_request import OpenRequest, OpenStates
 from trinity.stages.request_table import RequestTable
-from trinity.stages.sampler import Drawn, sample_greedy
+from trinity.stages.sampler import Drawn, sample_greedy, sample_open_rows
 from trinity.stages.sampler_rows import HOST, LOOKS_BACK, SamplerBatch
 from trinity.stages.token_bans import HostTexts, lift_bans
 from trinity.stages.uploads import upload

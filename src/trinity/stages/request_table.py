@@ -13,7 +13,6 @@ from trinity.errors import StageError
 from trinity.preprocess.media.media_kinds import kind_names
 from trinity.stages.batch import Decodes
 from trinity.stages.block_tables import BlockTables
-from trinity.stages.device_texts import DeviceTexts
 from trinity.stages.host_rules import make_host_rules
 from trinity.stages.models import LoadedModel, ModelAdapter
 from trinity.stages.open_request import DecodeSelection, OpenRequest, find_bad_decode, slots_in
@@ -28,7 +27,7 @@ from trinity.stages.sampler_rows import (
     list_asked,
     make_batch,
 )
-from trinity.stages.token_bans import make_bans
+from trinity.stages.token_bans import DeviceTexts, make_bans
 
 _NO_IDS = np.empty(0, dtype=np.int64)
 _NO_TOKEN = -1

@@ -31,7 +31,7 @@ from trinity.core.messages import (
     Work,
 )
 from trinity.core.routing.router import PrefixHits, RoundRobin, RoutingPolicy
-from trinity.core.routing.stage_needs import needs
+from trinity.core.routing.stage_peers import needs
 from trinity.core.scheduler import BatchRules
 from trinity.core.transfers import TransferPolicy
 

@@ -9,8 +9,8 @@ import pytest
 from msgspec.structs import replace as replace_value
 
 from support.core_tables import work
-from trinity.core.instance.leading_queue import AWAITS_FEATURES, LeadingQueue, leading_blocks
 from trinity.core.instance.phases import MOVES, Phase
+from trinity.core.instance.queues import AWAITS_FEATURES, LeadingQueue, leading_blocks
 from trinity.core.instance.request_state import RequestState
 from trinity.core.instance.settings import Settings
 from trinity.core.messages import Work

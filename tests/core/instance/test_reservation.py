@@ -15,7 +15,8 @@ from support.thinned import in_turns, rarely, thinned
 from support.virtual.checks import make_checks
 from support.virtual.cluster import Durations, VirtualCluster, make_settings
 from trinity.core import InstanceCore
-from trinity.core.instance import growth, preemption
+from trinity.core.instance import preemption
+from trinity.core.instance import preemption as growth
 from trinity.core.instance.state import State
 from trinity.core.messages import (
     PREEMPTED,

@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from support.core_tables import brief, done, emptied, image_offer, make_core, peer_up, sent, table, work
 from trinity.core.instance.instance_core import InstanceCore
-from trinity.core.instance.spare_offers import free_blocks, has_room
+from trinity.core.instance.siblings import free_blocks, has_room
 from trinity.core.messages import (
     KV,
     WORK,

@@ -9,7 +9,7 @@ from support.core_tables import done, sent, work
 from support.virtual.cluster import Durations, VirtualCluster, make_settings
 from trinity.core import InstanceCore
 from trinity.core.messages import Offer, Prefill, Ready, Release, Step, Submit
-from trinity.core.migration.kv_source import open_streams
+from trinity.core.migration.source import open_streams
 from trinity.core.scheduler import BatchRules
 from trinity.core.transfers import LEAST_PULLS, KvMode, TransferPolicy
 

@@ -23,7 +23,8 @@ from trinity.core.messages import (
     Stepped,
     Submit,
 )
-from trinity.core.migration import kv_source, kv_target
+from trinity.core.migration import kv_target
+from trinity.core.migration import source as kv_source
 from trinity.core.scheduler import BatchRules
 from trinity.core.transfers import TransferPolicy
 

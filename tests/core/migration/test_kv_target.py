@@ -6,6 +6,7 @@ import pytest
 
 from support.core_streams import ready, target
 from support.core_tables import Row, brief, done, emptied, kv_offer, lost, sent, table, work
+from trinity.core.instance.request_state import Piece, PullProgress
 from trinity.core.messages import (
     Cancel,
     Commit,
@@ -15,7 +16,6 @@ from trinity.core.messages import (
     Ready,
     Release,
 )
-from trinity.core.migration.pull_progress import Piece, PullProgress
 from trinity.core.scheduler import BatchRules
 
 PULL_REST = "pull P0:1.1 kv of r from P0 3,4,5 into 0,1,2 layers 1,3"

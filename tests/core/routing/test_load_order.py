@@ -9,9 +9,8 @@ import pytest
 
 from support.core_tables import peer_up
 from trinity.core.messages import PeerLoad
-from trinity.core.routing.load_order import FEW, LoadOrder
 from trinity.core.routing.router import LeastLoaded, Router
-from trinity.core.routing.stage_peers import Slots, StagePeers
+from trinity.core.routing.stage_peers import FEW, LoadOrder, Slots, StagePeers
 
 
 def make_order(seconds: dict[str, float]) -> tuple[LoadOrder, Slots]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from support.core_tables import peer_up, work
-from trinity.core.routing.stage_needs import fitting, kv_tokens, needs, units_of
+from trinity.core.routing.stage_peers import fitting, kv_tokens, needs, units_of
 
 
 @pytest.mark.parametrize(

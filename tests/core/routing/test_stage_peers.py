@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from support.core_tables import peer_up, work
 from trinity.core.messages import PeerUp
-from trinity.core.routing.stage_needs import fitting
-from trinity.core.routing.stage_peers import SPARE_SLOTS, Slots, StagePeers, bits_of, nth_bit
+from trinity.core.routing.stage_peers import SPARE_SLOTS, Slots, StagePeers, bits_of, fitting, nth_bit
 
 
 def make_peers(*peers: PeerUp) -> StagePeers:

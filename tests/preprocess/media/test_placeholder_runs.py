@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from support.checkpoint_files import checkpoint
-from trinity.preprocess.media.placeholder_runs import RunTokenizer
+from trinity.preprocess.media.media_kinds import RunTokenizer
 from trinity.testing.checkpoints import ARCHITECTURES
 
 MULTIMODAL = tuple(name for name in ARCHITECTURES if name not in ("llama", "mistral"))

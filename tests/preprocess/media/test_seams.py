@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from support.tried_processors import own_processor, process
-from trinity.preprocess.media.seams import Seams, find_seams
+from trinity.preprocess.media.image_calls import Seams, find_seams
 from trinity.request import Request
 
 Expand = Callable[[str, int], str]

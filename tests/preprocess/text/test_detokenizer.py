@@ -14,8 +14,7 @@ from tokenizers import pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from support.made_tokenizers import NAMES, byte_level, cases, decoded_byte, metaspace, tokenizer
-from trinity.preprocess.text.detokenizer import TextStream
-from trinity.preprocess.text.token_text import BYTE_OF, backend_decode, find_bytes
+from trinity.preprocess.text.detokenizer import BYTE_OF, TextStream, backend_decode, find_bytes
 
 
 def run(stream: TextStream, ids: Sequence[int]) -> str:

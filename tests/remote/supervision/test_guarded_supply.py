@@ -12,9 +12,9 @@ from remote.test_supervision import emulated
 from support.running_instances import LIVENESS_S
 from trinity.errors import ConfigError
 from trinity.remote.channel.channel import Address
-from trinity.remote.supervision import guarded_supply, instance_processes
-from trinity.remote.supervision.guarded_supply import GuardedSupply
-from trinity.remote.supervision.supply import InstanceOrder, InstancePlace
+from trinity.remote.supervision import instance_processes
+from trinity.remote.supervision import supply as guarded_supply
+from trinity.remote.supervision.supply import GuardedSupply, InstanceOrder, InstancePlace
 
 ORDER = InstanceOrder("D0", 0, "D", b"s" * 32)
 Act = Callable[[], Awaitable[Any]]

@@ -24,7 +24,7 @@ from support.operator_tape import StaticTorch, graphs
 from support.sampler_rows import SamplerRow, batch
 from trinity.core.messages import KV, Grow, Open, Prefill, ResolvedSampling, Sampled, Step, Work
 from trinity.memory.block_memory import BlockMemory, BlockShape
-from trinity.stages import device_tables, sampler
+from trinity.stages import block_tables, sampler
 from trinity.stages.async_steps import LaunchedStep
 from trinity.stages.base import PendingStep
 from trinity.stages.batch import RaggedBatch
@@ -305,7 +305,7 @@ def test_a_change_sends_what_has_changed(monkeypatch: pytest.MonkeyPatch) -> Non
     for _ in range(254):
         served.open(0)
     served.step(served.running)
-    for module in (decode_state, device_tables):
+    for module in (decode_state, block_tables):
         monkeypatch.setattr(module, "upload", partial(_note, sent))
     for _ in range(6):
         used = served.used

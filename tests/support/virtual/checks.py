@@ -18,8 +18,8 @@ from support.virtual.shadow import Shadow
 from support.virtual.spare_rules import SpareRules
 from trinity.core import InstanceCore
 from trinity.core.instance.lanes import count_in_flight
-from trinity.core.instance.leading_queue import AWAITS_FEATURES
 from trinity.core.instance.phases import Phase
+from trinity.core.instance.queues import AWAITS_FEATURES
 from trinity.core.instance.request_state import RequestState
 from trinity.core.instance.settings import Settings
 from trinity.core.instance.state import State

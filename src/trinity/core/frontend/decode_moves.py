@@ -33,7 +33,7 @@ from trinity.core.frontend.resumption import Prefilled
 from trinity.core.frontend.suspicion import Life
 from trinity.core.messages import KV, Failure, Move, Moved, NotMoved, PeerUp, Send, Value
 from trinity.core.routing.router import Router
-from trinity.core.routing.stage_needs import needs
+from trinity.core.routing.stage_peers import needs
 
 JUDGE_AGAIN_S = 0.05  # between two looks at those that are left
 MOST_AT_ONCE = 4  # moves from one instance: their pulls share its memory and its wire

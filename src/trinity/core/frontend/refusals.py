@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from trinity.core.messages import Failure, Work
 from trinity.core.routing.router import Router
-from trinity.core.routing.stage_needs import needs
+from trinity.core.routing.stage_peers import needs
 
 
 def path_of(work: Work) -> str:

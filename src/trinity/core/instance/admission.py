@@ -14,9 +14,8 @@ from trinity.core.instance.lifecycle import end, release
 from trinity.core.instance.phases import Phase
 from trinity.core.instance.preemption import hold_features, recompute
 from trinity.core.instance.request_state import RequestState
-from trinity.core.instance.reservation import blocks_to_reserve, decode_headroom
+from trinity.core.instance.reservation import blocks_to_reserve, decode_headroom, has_state_room, hold_state
 from trinity.core.instance.state import State
-from trinity.core.instance.state_blocks import has_state_room, hold_state
 from trinity.core.messages import IMAGE, KV, PREEMPTED, Open
 from trinity.core.migration.kv_target import cached_record
 from trinity.core.migration.target import ask_for_media

@@ -16,7 +16,7 @@ from trinity.core.migration.prefix_fetch import begin_fetch
 from trinity.core.migration.remote_features import skip_cached_remotely
 from trinity.core.migration.source import offer_found
 from trinity.core.routing.router import BadChoice
-from trinity.core.routing.stage_needs import needs
+from trinity.core.routing.stage_peers import needs
 
 
 def handle_submit(s: State, event: Submit, now: float) -> None:

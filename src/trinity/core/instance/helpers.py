@@ -10,7 +10,7 @@ are gone the asker encodes. An asker that prefills as well pulls them itself (``
 
 from __future__ import annotations
 
-from trinity.core.instance.home_fetch import HomeFetch
+from trinity.core.instance.peer_questions import HomeFetch
 from trinity.core.instance.request_state import MediaSlot, RequestState
 from trinity.core.instance.state import State
 from trinity.core.life_names import name_help, read_help

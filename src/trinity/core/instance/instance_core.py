@@ -46,11 +46,10 @@ from trinity.core.messages import (
     Value,
     Withdraw,
 )
-from trinity.core.migration.kv_source import handle_layers_written
 from trinity.core.migration.leases import handle_release
 from trinity.core.migration.moves import handle_caught, handle_move, offer_moves
 from trinity.core.migration.remote_features import handle_fetch
-from trinity.core.migration.source import handle_helped
+from trinity.core.migration.source import handle_helped, handle_layers_written
 from trinity.core.migration.target import handle_commit, handle_offer, handle_ready, handle_withdraw
 from trinity.core.routing.router import RoundRobin, Router, RoutingPolicy
 from trinity.core.values import FrontendUp, NotTaken

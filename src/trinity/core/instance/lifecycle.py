@@ -5,8 +5,8 @@ from __future__ import annotations
 from trinity.core.instance.helpers import call_off_all, tell_end
 from trinity.core.instance.phases import Phase
 from trinity.core.instance.request_state import COPIED, FEATURES_GONE, REFUSED, UNPULLED, RequestState
+from trinity.core.instance.reservation import drop_state
 from trinity.core.instance.state import State
-from trinity.core.instance.state_blocks import drop_state
 from trinity.core.messages import (
     ENCODED,
     IMAGE,

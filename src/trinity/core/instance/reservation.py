@@ -1,12 +1,12 @@
-"""KV blocks that an admission reserves: the whole need, or the prefill's and ``EXTRA_BLOCKS`` (decision 0022)."""
+"""Blocks that an admission reserves: all of the KV, or the prefill's and ``EXTRA_BLOCKS`` (decision 0022); a state."""
 
 from __future__ import annotations
 
 from trinity.core.block_pool import blocks_for
 from trinity.core.instance.request_state import RequestState
 from trinity.core.instance.state import State
-from trinity.core.messages import KV, Work
-from trinity.core.routing.stage_needs import kv_tokens
+from trinity.core.messages import KV, STATE, Work
+from trinity.core.routing.stage_peers import kv_tokens
 
 EXTRA_BLOCKS = 1  # blocks beyond those of its text that a request is admitted with
 
@@ -34,3 +34,21 @@ def recomputable(s: State, work: Work) -> bool:
 def decode_headroom(s: State) -> int:
     """Blocks that admissions leave free (as vLLM's watermark): one per decoding request, which will need it soon."""
     return len(s.decoding) if s.grows else 0
+
+
+def has_state_room(s: State, taken: int = 0) -> bool:
+    """True where one more request can have its states here, beside ``taken`` ones that are about to; or needs none."""
+    return STATE not in s.pools or s.pools[STATE].available > taken
+
+
+def hold_state(s: State, state: RequestState) -> None:
+    """Reserve the block of its states, where the model has such; the caller has checked that there is one."""
+    if STATE in s.pools:
+        state.hold_state(s.allocate(STATE, 1))
+
+
+def drop_state(s: State, state: RequestState) -> None:
+    """Give back the block of its states, if it holds one."""
+    if state.state_block:
+        s.pools[STATE].drop(state.state_block)
+        state.hold_state(())

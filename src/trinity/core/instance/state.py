@@ -9,12 +9,10 @@ from math import inf
 
 from trinity.core.block_pool import BlockPool, Key, blocks_for, media_keys, prefix_keys, uncut_blocks
 from trinity.core.instance.decode_batch import DecodeBatch
-from trinity.core.instance.home_fetch import HomeFetch
 from trinity.core.instance.lanes import Flights, StepInFlight
-from trinity.core.instance.leading_queue import LeadingQueue
+from trinity.core.instance.peer_questions import HomeFetch, PrefixFetches, Siblings
 from trinity.core.instance.phases import BEFORE_DECODE, MOVES, OFFERED, Phase
-from trinity.core.instance.prefix_fetches import PrefixFetches
-from trinity.core.instance.queues import Queue
+from trinity.core.instance.queues import LeadingQueue, Queue
 from trinity.core.instance.rates import StepRates
 from trinity.core.instance.request_state import (
     FeatureFetch,
@@ -26,7 +24,6 @@ from trinity.core.instance.request_state import (
     Tombstone,
 )
 from trinity.core.instance.settings import Settings as Settings
-from trinity.core.instance.sibling_words import Siblings
 from trinity.core.messages import (
     FRONTEND,
     IMAGE,

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 from trinity.core.instance.admission import Candidates, next_decodes, own_items
 from trinity.core.instance.collection import collect_features
-from trinity.core.instance.growth import grow_tables
 from trinity.core.instance.helpers import ask_home, recall, tell_begun
 from trinity.core.instance.lanes import LANE_STAGES, StepInFlight
 from trinity.core.instance.leading_text import begin_leading, finish_leading
 from trinity.core.instance.lifecycle import conclude_if_quiet, drop_media, end, queue_prefill
+from trinity.core.instance.preemption import grow_tables
 from trinity.core.instance.request_state import MediaSlot, RequestState
 from trinity.core.instance.state import State
 from trinity.core.messages import ENCODED, Emit, Encode, Prefill, Sampled, Step, Stepped
-from trinity.core.migration.kv_source import finish_chunk, layers_per_group, measure_step_tail, open_streams
 from trinity.core.migration.kv_target import publish_kv
-from trinity.core.migration.source import announce, may_offer, offer_kv, offer_media
+from trinity.core.migration.source import (
+    announce,
+    finish_chunk,
+    layers_per_group,
+    may_offer,
+    measure_step_tail,
+    offer_kv,
+    offer_media,
+    open_streams,
+)
 from trinity.core.migration.target import admit_offers
 from trinity.core.scheduler import Batch, schedule
 

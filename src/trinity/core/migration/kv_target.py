@@ -6,12 +6,16 @@ from collections import deque
 from typing import Any
 
 from trinity.core.instance.phases import Phase
-from trinity.core.instance.request_state import IncomingTransfer, RequestState
-from trinity.core.instance.reservation import blocks_to_reserve, decode_headroom, recomputable
+from trinity.core.instance.request_state import IncomingTransfer, Piece, PullProgress, RequestState
+from trinity.core.instance.reservation import (
+    blocks_to_reserve,
+    decode_headroom,
+    has_state_room,
+    hold_state,
+    recomputable,
+)
 from trinity.core.instance.state import State
-from trinity.core.instance.state_blocks import has_state_room, hold_state
 from trinity.core.messages import KV, STATE, Failure, Offer, Pull, Pulled, Ready
-from trinity.core.migration.pull_progress import Piece, PullProgress
 from trinity.core.transfers import PullTimes, merge_records, overlap_ratio
 
 STATE_PULL = -1  # number of the pull of states; those of KV are counted from 0

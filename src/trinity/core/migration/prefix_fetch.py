@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from math import inf
 
-from trinity.core.instance.prefix_fetches import PrefixFetch
+from trinity.core.instance.peer_questions import PrefixFetch
 from trinity.core.instance.request_state import RequestState
 from trinity.core.instance.reservation import decode_headroom
 from trinity.core.instance.state import State

@@ -19,8 +19,7 @@ from trinity.core.instance.phases import SPAN, Phase
 from trinity.core.instance.request_state import Lease, RequestState, Tombstone
 from trinity.core.instance.state import State
 from trinity.core.messages import KV, Commit, Moved, Offer, Ready, Release, Spare, Work
-from trinity.core.migration.kv_source import close_stream
-from trinity.core.migration.source import drop_offer, may_offer, name_offer, offer_media
+from trinity.core.migration.source import close_stream, drop_offer, may_offer, name_offer, offer_media
 from trinity.core.routing.router import BadChoice
 
 

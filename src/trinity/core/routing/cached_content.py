@@ -11,8 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from trinity.core.block_pool import DIGEST, Key, each_prefix_key, media_keys
 from trinity.core.messages import IMAGE, KV, MediaSpan, PeerLoad, PeerUp, Work
-from trinity.core.routing.stage_needs import InstanceKind, kind_of, stages_here
-from trinity.core.routing.stage_peers import Slots, StagePeers
+from trinity.core.routing.stage_peers import InstanceKind, Slots, StagePeers, kind_of, stages_here
 
 
 class CachedContent:

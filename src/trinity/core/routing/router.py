@@ -16,10 +16,8 @@ from typing import Protocol, cast
 
 from trinity.core.messages import MediaSpan, PeerLeaving, PeerLoad, PeerRemoved, PeerReserved, PeerSuspect, PeerUp, Work
 from trinity.core.routing.cached_content import ReportedContent
-from trinity.core.routing.load_order import LoadOrder
 from trinity.core.routing.near_hosts import HostTurns
-from trinity.core.routing.stage_needs import fitting, units_of
-from trinity.core.routing.stage_peers import Slots, StagePeers
+from trinity.core.routing.stage_peers import LoadOrder, Slots, StagePeers, fitting, units_of
 from trinity.errors import describe_error
 from trinity.plugins import load_plugin
 

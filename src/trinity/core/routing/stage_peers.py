@@ -1,16 +1,17 @@
-"""StagePeers: instances among which one is chosen, with what is the same for many choices computed once.
+"""Instances of one stage as sets: which can serve a request, and the least loaded of any of them.
 
 A set of instances is a whole number, which has the bit of each: of 256 instances two sets are intersected in 50 ns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from bisect import bisect_left, insort
+from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from typing import Self
 
-from trinity.core.messages import PeerUp, Work
-from trinity.core.routing.stage_needs import InstanceKind, kind_of, needs
+from trinity.core.block_pool import blocks_for
+from trinity.core.messages import IMAGE, KV, PeerUp, Work
 
 SPARE_SLOTS = 64  # beside two of each instance: numbers of those that are gone, before all are numbered anew
 
@@ -148,3 +149,112 @@ def nth_bit(mask: int, number: int) -> int:
         else:
             mask, width, low, number = mask >> half, width - half, low + half, number - count
     return 1 << low
+
+
+InstanceKind = tuple[
+    str, int, int
+]  # roles, rows of an image block, rows of a KV block: they decide what a request needs
+
+
+def kind_of(peer: PeerUp) -> InstanceKind:
+    return peer.roles, peer.image_block_size, peer.kv_block_size
+
+
+def fitting(letter: str, work: Work, peers: Iterable[PeerUp]) -> Iterator[PeerUp]:
+    """Yield the instances with the stage whose pools could ever hold the request."""
+    known: dict[InstanceKind, dict[str, int]] = {}
+    for peer in peers:
+        if letter in peer.roles:
+            kind = kind_of(peer)
+            need = known.get(kind)
+            if need is None:
+                need = known[kind] = needs(letter, work, *kind)
+            for wanted, count in need.items():
+                if count > peer.pools.get(wanted, 0):
+                    break
+            else:
+                yield peer
+
+
+def units_of(letter: str, work: Work) -> int:
+    """Count the units that a request adds to a stage: visual tokens (E), prompt positions (P), a row (D)."""
+    if letter == "E":
+        return sum(span.tokens for span in work.media)
+    return len(work.prompt) if letter == "P" else 1
+
+
+def needs(letter: str, work: Work, roles: str, image_block_size: int, kv_block_size: int) -> dict[str, int]:
+    """Blocks by kind that a request holds at stage ``letter`` (and at those that follow on the same instance)."""
+    stages = stages_here(letter, work, roles)
+    need: dict[str, int] = {}
+    for span in work.media if stages & {"E", "P"} else ():
+        need[IMAGE] = need.get(IMAGE, 0) + blocks_for(span.tokens, image_block_size)
+    if stages & {"P", "D"}:
+        need[KV] = blocks_for(kv_tokens(work, decodes="D" in stages), kv_block_size)
+    return need
+
+
+def stages_here(letter: str, work: Work, roles: str) -> set[str]:
+    """Letters of this stage, and of those that follow on an instance with these roles."""
+    stages = {letter}
+    for following in "" if work.encode_only else "EPD"["EPD".index(letter) + 1 :]:
+        if following not in roles:
+            break
+        stages.add(following)
+    return stages
+
+
+def kv_tokens(work: Work, decodes: bool) -> int:
+    """KV entries to reserve: the text, and where decoding happens one for every output but the last."""
+    return len(work.prompt) + (work.max_tokens - 1 if decodes else work.outputs)
+
+
+FEW = 16  # instances of which each is looked at, rather than all seconds in order
+
+
+class LoadOrder:
+    """Finds the least loaded of any set of instances without a look at each of them.
+
+    ``seconds(name)``: predicted for this stage, no NaN. ``changed(name)`` must be called when it may be another.
+    """
+
+    def __init__(self, peers: StagePeers, slots: Slots, seconds: Callable[[str], float]) -> None:
+        self._names = {slots.bit(peer.name): peer.name for peer in peers}
+        self._bits = {name: bit for bit, name in self._names.items()}
+        self._read = seconds
+        self._seconds: dict[int, float] = {}
+        self._ties: dict[float, int] = {}  # sets of those with the same seconds
+        self._order: list[float] = []  # these seconds, ascending
+        self._stale = set(self._bits)
+
+    def changed(self, name: str) -> None:
+        if name in self._bits:
+            self._stale.add(name)
+
+    def least(self, among: int) -> int:
+        """Those of a set, not empty, with the fewest seconds."""
+        while self._stale:
+            self._place(self._stale.pop())
+        if among.bit_count() <= FEW:
+            return self._least_of_few(among)
+        return next(found for each in self._order if (found := self._ties[each] & among))
+
+    def _least_of_few(self, among: int) -> int:
+        least = min(self._seconds[bit] for bit in bits_of(among))
+        return self._ties[least] & among
+
+    def _place(self, name: str) -> None:
+        """Move an instance to where its present seconds belong."""
+        bit, now = self._bits[name], self._read(name)
+        before = self._seconds.get(bit)
+        if before == now:
+            return
+        if before is not None:
+            self._ties[before] ^= bit
+            if not self._ties[before]:
+                del self._ties[before], self._order[bisect_left(self._order, before)]
+        self._seconds[bit] = now
+        if now not in self._ties:
+            self._ties[now] = 0
+            insort(self._order, now)
+        self._ties[now] |= bit

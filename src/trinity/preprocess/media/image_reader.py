@@ -17,12 +17,11 @@ from trinity.errors import BadMedia, ConfigError, UnsupportedModel
 from trinity.preprocess.checkpoint.own_processor import name_class
 from trinity.preprocess.fetch.url_fetch import UrlFetcher
 from trinity.preprocess.media.colours import Transparency
-from trinity.preprocess.media.image_calls import ImageCalls, Made
+from trinity.preprocess.media.image_calls import ImageCalls, Made, Seams
 from trinity.preprocess.media.image_sizes import count_bytes, predict_pixels
 from trinity.preprocess.media.images import image_digest, make_plain, price_picture, read_image, size_of
 from trinity.preprocess.media.media_costs import Price, price_processing
 from trinity.preprocess.media.media_kinds import LoadedProcessor, MediaItem
-from trinity.preprocess.media.seams import Seams
 from trinity.preprocess.media_limits import Estimate, MediaBudget, MediaLimits, MediaProblem, check_pixels
 from trinity.request import Media
 

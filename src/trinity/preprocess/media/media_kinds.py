@@ -8,22 +8,28 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import os
+import re
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
 from importlib.metadata import entry_points
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 import msgspec
 
-from trinity.errors import ConfigError, describe_error
+from trinity.errors import BadMedia, ConfigError, RequestError, describe_error
+from trinity.errors.plain_values import is_address
 from trinity.preprocess.media.colours import Transparency
-from trinity.preprocess.media.placeholder_runs import RunTokenizer
+from trinity.preprocess.media_limits import MediaLimits
+from trinity.request import Media, Request
 
 if TYPE_CHECKING:
     from trinity.preprocess.media.media_costs import Price
     from trinity.preprocess.media_limits import MediaBudget, MediaLimits
+
 
 KIND_ENTRY_POINTS = "trinity.media_kinds"
 OWN_KEYS = ("url", "path", "base64")
@@ -293,3 +299,73 @@ def part_keys() -> Mapping[str, tuple[str, Sequence[str]]]:
         usual[f"input_{name}"] = (f"input_{name}", f"{name}_url")
         known.update({part: (name, tuple(keys)) for part, keys in {**usual, **given}.items()})
     return known
+
+
+def admit_media(
+    request: Request, media: Sequence[Media], loaded: LoadedProcessor, kinds: Sequence[MediaKind], limits: MediaLimits
+) -> None:
+    """Raise what is wrong with the media of a request for a model of these kinds: ``BadMedia``, ``RequestError``."""
+    name, model_type = request.request_id, str(loaded.config.model_type)
+    if not media and (why := loaded.refused.get("text")):
+        one = {"image": "an image", "audio": "a clip"}.get(kinds[0].name, f"a {kinds[0].name}")
+        raise RequestError(f"model type {model_type!r} takes no prompt without {one}: {why}; give {one}", name)
+    known = {kind.name for kind in kinds}
+    for item in media:
+        if item.kind not in known:
+            takes = ", ".join(sorted(known)) or "text only"
+            why = f": {loaded.refused[item.kind]}" if item.kind in loaded.refused else ""
+            message = f"model type {model_type!r} takes no media of kind {item.kind!r} here{why}; it takes {takes}"
+            raise BadMedia(message, name)
+        if request.untrusted and isinstance(item.source, (str, os.PathLike)) and not is_address(item.source):
+            message = (
+                f"this {item.kind} is no data: URI, http: or https: URL, and nothing else is read for this request"
+            )
+            raise BadMedia(message, name)
+    counts = Counter(item.kind for item in media)
+    if (loaded.in_front or loaded.single) and counts["image"] > 1:
+        why = "in front of its text" if loaded.in_front else "since what it makes of one depends on those beside it"
+        message = f"model type {model_type!r} takes one image a prompt, {why}; {counts['image']} are given"
+        raise BadMedia(f"{message}, so ask about each by itself", name)
+    for kind in kinds:
+        given, most = counts[kind.name], int(getattr(limits, kind.count_limit))
+        if given > most:
+            message = f"{given} {kind.name}s given, but the limit {kind.count_limit} is {most}; give fewer"
+            raise BadMedia(message, name)
+
+
+class RunTokenizer:
+    """Tokenizes texts with each run of one placeholder shortened to one, then restores the others.
+
+    - ``tokenizer``: the model's.
+    - ``placeholders``: token ids. Those that the tokenizer merges with their neighbours are not shortened.
+    """
+
+    def __init__(self, tokenizer: Any, placeholders: Iterable[int]) -> None:
+        tokens = {number: str(tokenizer.convert_ids_to_tokens(number)) for number in placeholders}
+        self._tokens = {number: token for number, token in tokens.items() if _is_kept_apart(tokenizer, token, number)}
+        self._run = re.compile(rf"({'|'.join(map(re.escape, self._tokens.values()))})\1*")
+
+    def tokenize(self, text: str, tokenise: Callable[[str], Sequence[int]]) -> list[int]:
+        """Return what ``tokenise(text)`` would, in less time."""
+        if not self._tokens:
+            return list(tokenise(text))
+        lengths: list[int] = []
+
+        def first(run: re.Match[str]) -> str:
+            lengths.append(len(run[0]) // len(run[1]))
+            return run[1]
+
+        short = tokenise(self._run.sub(first, text))
+        if sum(number in self._tokens for number in short) != len(lengths):  # part of another token, for instance
+            return list(tokenise(text))
+        left, found = iter(lengths), list[int]()
+        for number in short:
+            found += [number] * (next(left) if number in self._tokens else 1)
+        return found
+
+
+def _is_kept_apart(tokenizer: Any, token: str, number: int) -> bool:
+    """Tell if three in a row are three tokens and leave the text around them as it was."""
+    one, three = (tokenizer(f"a {token * count} b", verbose=False)["input_ids"] for count in (1, 3))
+    at = one.index(number) if number in one else len(one)
+    return bool(at < len(one) and three == [*one[:at], *[number] * 3, *one[at + 1 :]])

@@ -8,8 +8,8 @@ from functools import cached_property
 from typing import Any
 
 from trinity.preprocess.checkpoint.tokenizer_files import READS_WHOLE_TEXTS
+from trinity.preprocess.media.image_calls import Seams
 from trinity.preprocess.media.media_kinds import LoadedProcessor
-from trinity.preprocess.media.seams import Seams
 from trinity.preprocess.text.control_tokens import HiddenTokens
 from trinity.preprocess.text.prompt import PromptText
 

@@ -7,7 +7,7 @@ import logging
 import secrets
 import time
 from collections import deque
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -21,8 +21,6 @@ from trinity.remote.channel.channel import Address
 from trinity.remote.channel.wire import DropPeer, Peers, Setup
 from trinity.remote.supervision.fork_client import INSTANCE_STOP_S
 from trinity.remote.supervision.fork_supply import ForkSupply
-from trinity.remote.supervision.guarded_supply import GuardedSupply
-from trinity.remote.supervision.health_changes import HealthChanges
 from trinity.remote.supervision.instance_client import InstanceClient, Watcher
 from trinity.remote.supervision.leftovers import OwnedFolder
 from trinity.remote.supervision.process_config import ProcessConfig, parse_addresses
@@ -50,7 +48,7 @@ from trinity.remote.supervision.supervisor_messages import (
     Suspect,
     Up,
 )
-from trinity.remote.supervision.supply import END_POLL_S, AttachedSupply, InstanceOrder, Supply
+from trinity.remote.supervision.supply import END_POLL_S, AttachedSupply, GuardedSupply, InstanceOrder, Supply
 from trinity.timeline import Timeline
 
 logger = logging.getLogger("trinity")
@@ -377,3 +375,30 @@ class InstanceSupervisor:
                     await self._lent.aclose()
             except Exception:
                 logger.exception("the supply of instances was not closed")
+
+
+logger = logging.getLogger("trinity")
+
+
+class HealthChanges:
+    """States that a program knows, and its function that hears of others; None: nobody listens."""
+
+    def __init__(self, on_change: Callable[[InstanceHealth], None] | None) -> None:
+        self._on_change = on_change
+        self._told: dict[str, tuple[str, int]] = {}  # state and epoch of each
+
+    def tell(self, health: Callable[[], Mapping[str, InstanceHealth]]) -> None:
+        """Tell of each whose state or epoch is another than was told last. Errors of the function are logged."""
+        if self._on_change is None:
+            return
+        for name, each in health().items():
+            if self._told.get(name) != (each.state, each.epoch):
+                self._told[name] = (each.state, each.epoch)
+                try:
+                    self._on_change(each)
+                except Exception:
+                    logger.exception("on_change failed")
+
+    def forget(self, name: str) -> None:
+        """Forget an instance that does not come back."""
+        self._told.pop(name, None)

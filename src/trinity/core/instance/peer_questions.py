@@ -1,7 +1,11 @@
-"""SiblingWords: what was said between this instance and its siblings, and has no answer yet."""
+"""Questions to other instances that have no answer yet: to siblings, helpers and holders of KV."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from trinity.core.block_pool import Key
+from trinity.core.instance.request_state import RequestState
 from trinity.core.messages import KV, WORK, Offer
 
 
@@ -114,3 +118,41 @@ class Siblings:
     def drop(self, name: str) -> None:
         for words in self._words.values():
             words.drop(name)
+
+
+@dataclass(slots=True)
+class HomeFetch:
+    """Features requested from a helper for an own request; ``void``: that one was lost while they were ``pulling``."""
+
+    request: str
+    holder: str
+    pulling: bool = False
+    void: bool = False
+
+
+@dataclass(slots=True)
+class PrefixFetch:
+    """KV blocks under ``keys``, those of the text from block ``start`` on, requested from ``holder`` at ``since``.
+
+    - ``attempt``: of its ``request``, which waits for it in its queue.
+    - ``ahead``: cached blocks before these, and ``places``: new ones to pull into. All are held, while the pull runs.
+    - ``void``: the holder was lost meanwhile, and its next life may have been read.
+    """
+
+    request: str
+    attempt: int
+    holder: str
+    start: int
+    keys: tuple[Key, ...]
+    since: float
+    ahead: tuple[int, ...] = ()
+    places: tuple[int, ...] = ()
+    void: bool = False
+
+
+class PrefixFetches(dict[str, PrefixFetch]):
+    """Fetches without an end, by id."""
+
+    def delay(self, state: RequestState) -> bool:
+        """True where the prefill of this request waits for one."""
+        return any((each.request, each.attempt) == (state.work.request, state.attempt) for each in self.values())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from support.core_tables import work
-from trinity.core.instance.sibling_words import Siblings, SiblingWords
+from trinity.core.instance.peer_questions import Siblings, SiblingWords
 from trinity.core.messages import IMAGE, KV, WORK, Offer
 
 
