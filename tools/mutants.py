@@ -32,6 +32,21 @@ KILLED = {"killed", "timeout", "segfault", "suspicious", "caught by type check"}
 REASON = re.compile(r"- `([\w.*]+)` `(.+)`: .+")
 SHARE = re.compile(r"\| `([\w.*]+)` \| (\d+)/(\d+) \|.*")
 
+# What a sample leaves out, by the beginnings of names: whole clusters at random, which are minutes of each survivor.
+LONG_TESTS = (
+    "tests/core/instance/",
+    "tests/core/migration/",
+    "tests/core/test_deaths.py::test_every_interleaving_with_deaths_keeps_the_invariants",
+    "tests/core/test_departures.py::test_each_rule_is_needed",
+    "tests/core/test_reused_ids.py::test_an_id_may_be_used_again_at_once",
+    "tests/pipeline/test_request_map.py::test_each_request_has_its_result_once",
+    "tests/remote/test_prepared_lives.py::test_closed_or_removed_at_any_moment_no_process_is_left",
+    "tests/remote/test_supervisor_core.py::test_any_number_of_faults_at_random",
+    "tests/remote/test_supervisor_core.py::test_any_two_faults_at_any_two_moments[D",
+    "tests/remote/test_supervisor_core.py::test_any_two_faults_at_any_two_moments[P",
+    "tests/remote/test_supervisor_core.py::test_any_two_faults_at_any_two_moments[launcher",
+)
+
 # Writes mutants/ and no more, which mutmut has no command for.
 GENERATE = """
 from mutmut import __main__ as mutmut
@@ -49,11 +64,15 @@ RUN = """
 import sys
 from mutmut import __main__ as mutmut
 drawn = {name: place for place, name in enumerate(sys.stdin.read().split())}
-collect = mutmut.collect_source_file_mutation_data
+collect, load = mutmut.collect_source_file_mutation_data, mutmut.collect_or_load_stats
 def collect_drawn(*, mutant_names):
     mutants, files = collect(mutant_names=())
     return [mutant for mutant in mutants if mutant[1] in drawn], files
-mutmut.collect_source_file_mutation_data = collect_drawn
+def load_without_long(*given, **named):
+    load(*given, **named)
+    for tests in mutmut.state().tests_by_mangled_function_name.values():
+        tests -= {test for test in tests if test.startswith(tuple(sys.argv[2:]))}
+mutmut.collect_source_file_mutation_data, mutmut.collect_or_load_stats = collect_drawn, load_without_long
 mutmut.estimated_worst_case_time = drawn.__getitem__
 mutmut._run(tuple(drawn), int(sys.argv[1]))
 """
@@ -210,7 +229,10 @@ def run_sample(samples: Sequence[str], seed: int, children: int) -> dict[str, st
     while left := [name for name in drawn if name not in found]:
         # mutmut ends with an error where a child ends that is none of its own; what it knew by then is kept.
         tried = subprocess.run(
-            [sys.executable, "-c", RUN, str(children)], input="\n".join(left), capture_output=True, text=True
+            [sys.executable, "-c", RUN, str(children), *LONG_TESTS],
+            input="\n".join(left),
+            capture_output=True,
+            text=True,
         )
         known = len(found)
         found = statuses(mutmut("results", "--all", "true"))
