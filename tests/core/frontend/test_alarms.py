@@ -38,3 +38,15 @@ def test_alarms_of_those_that_have_gone_are_dropped_behind_one_that_stays() -> N
         del sleepers["goes"]
         assert alarms.next() == 1.0
     assert len(alarms._heap) <= SPARE + 8
+
+
+def test_an_alarm_outlives_the_others_though_its_sleeper_is_not_known_yet() -> None:
+    sleepers: dict[str, Sleeper] = {}
+    alarms = Alarms(sleepers)
+    for number in range(4 * SPARE):
+        alarms.set(2.0 + number, "new")
+        sleepers["new"] = Sleeper(2.0 + number)
+        assert alarms.next() == 2.0 + number, "a request of which it is the only alarm would wait for ever"
+        del sleepers["new"]
+        for other in range(number % 3):
+            alarms.set(1e6 + other, "gone")

@@ -24,11 +24,11 @@ class Alarms:
         self._heap: list[tuple[float, str]] = []
 
     def set(self, at: float, name: str) -> None:
-        if at < inf:
-            heapq.heappush(self._heap, (at, name))
-        if len(self._heap) > SPARE + 4 * len(self._sleepers):  # most are of those that have ended
+        if len(self._heap) >= SPARE + 4 * len(self._sleepers):  # most are of those that have ended
             self._heap = [each for each in self._heap if self._is_due(*each)]
             heapq.heapify(self._heap)
+        if at < inf:  # behind that: who sets it may not be among the sleepers yet
+            heapq.heappush(self._heap, (at, name))
 
     def _is_due(self, at: float, name: str) -> bool:
         return name in self._sleepers and self._sleepers[name].is_due(at)
