@@ -25,7 +25,7 @@ def declare_known(monkeypatch: pytest.MonkeyPatch, part: LayerPart, *kinds: Any)
 def packs(dtype: torch.dtype) -> bool:
     """Whether oneDNN packs weights of ``dtype`` here; in bfloat16 it asks for AVX-512."""
     try:
-        linear._run_onednn(torch.ones(4, 16, dtype=dtype), linear._pack_weight(torch.ones(16, 16, dtype=dtype)), None)
+        linear.run_onednn(torch.ones(4, 16, dtype=dtype), linear.pack_weight(torch.ones(16, 16, dtype=dtype)), None)
     except (RuntimeError, AttributeError):
         return False
     return True
@@ -33,6 +33,6 @@ def packs(dtype: torch.dtype) -> bool:
 
 def attend_without_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Admit encoder layers also where the processor has no attention kernel: torch attends then."""
-    has, fits = encoder_attention.has_attend_all, encoder_attention._fits
+    has, fits = encoder_attention.has_attend_all, encoder_attention.fits_kernel
     monkeypatch.setattr(encoder_attention, "has_attend_all", lambda dtype: True)
-    monkeypatch.setattr(encoder_attention, "_fits", lambda query, *rest: has(query.dtype) and fits(query, *rest))
+    monkeypatch.setattr(encoder_attention, "fits_kernel", lambda query, *rest: has(query.dtype) and fits(query, *rest))

@@ -33,8 +33,8 @@ from trinity.stages.kernels import (
 def every_operator_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels of csrc/, which a GPU never runs, would not be on the tape."""
     for each in (fused_elementwise, decoder_layers, encoder_elementwise, encoder_layers):
-        monkeypatch.setattr(each, "_is_supported", lambda *rows: False)
-    monkeypatch.setattr(encoder_attention, "_fits", lambda *heads: False)
+        monkeypatch.setattr(each, "are_supported", lambda *rows: False)
+    monkeypatch.setattr(encoder_attention, "fits_kernel", lambda *heads: False)
     monkeypatch.setattr(native_linear, "is_native_faster", lambda dtype: False)
     monkeypatch.setattr(native_linear.NativeProduct, "accepts", lambda *given: False)  # of a model loaded before
 

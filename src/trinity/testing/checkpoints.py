@@ -96,14 +96,15 @@ def write_checkpoint(recipe: Recipe, directory: Path, seed: int) -> Path:
         _silence(model, recipe.tokenizer)
         model.generation_config.eos_token_id = recipe.tokenizer.eos_token_id
         model.generation_config.pad_token_id = recipe.tokenizer.pad_token_id
-    with _no_progress_bar():
+    with no_progress_bar():
         model.save_pretrained(directory)
     recipe.save_processor(directory)
     return directory
 
 
 @contextmanager
-def _no_progress_bar() -> Iterator[None]:
+def no_progress_bar() -> Iterator[None]:
+    """Keep transformers from drawing progress bars in the block."""
     from transformers.utils import logging as transformers_logging
 
     logging: Any = transformers_logging

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from trinity.errors import UnknownName
-from trinity.testing.checkpoints import _no_progress_bar, build_checkpoint, write_checkpoint
+from trinity.testing.checkpoints import build_checkpoint, no_progress_bar, write_checkpoint
 from trinity.testing.checkpoints_llava import wide_llava
 
 SMALL_BLOCK = (32, 32)  # of tiny layers; published checkpoints have (128, 128)
@@ -93,7 +93,7 @@ def _by_transformers(make: Callable[[], Any]) -> Callable[[Path, Path, int], Non
         import transformers
 
         auto: Any = transformers.AutoModelForImageTextToText
-        with _no_progress_bar():
+        with no_progress_bar():
             write_checkpoint(wide_llava(), plain, seed)
             loaded = {"dtype": "float32", "quantization_config": make()}
             auto.from_pretrained(plain, **loaded, local_files_only=True, trust_remote_code=False).save_pretrained(
@@ -146,7 +146,7 @@ def _compressed(weights: Mapping[str, Any], activations: Mapping[str, Any] | Non
             config_groups={"group_0": group}, ignore=ignore, quantization_status=QuantizationStatus.FROZEN
         )
         auto: Any = transformers.AutoModelForImageTextToText
-        with _no_progress_bar():
+        with no_progress_bar():
             model = auto.from_pretrained(plain, dtype="float32", local_files_only=True, trust_remote_code=False)
             apply_quantization_config(model, config, show_progress=False)
             _set_scales(model)

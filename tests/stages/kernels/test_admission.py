@@ -36,12 +36,12 @@ from support.swapped_models import count, layers_of, swap, text_model, vision_mo
 from trinity.memory import native
 from trinity.stages.kernels import admission, fused_elementwise, linear
 from trinity.stages.kernels.admission import is_known
-from trinity.stages.kernels.decoder_layers import _FusedDecoderLayer
+from trinity.stages.kernels.decoder_layers import FusedDecoderLayer
 from trinity.stages.kernels.encoder_elementwise import has_encoder_kernels
 from trinity.stages.kernels.encoder_layers import _FusedEncoderLayer
 from trinity.stages.kernels.fused_elementwise import fuse_elementwise
 from trinity.stages.kernels.known_sources import LayerPart
-from trinity.stages.kernels.last_layer import _TwoPassLayer, skip_unsampled_rows
+from trinity.stages.kernels.last_layer import TwoPassLayer, skip_unsampled_rows
 
 if not fused_elementwise.has_fused_kernels() or not has_encoder_kernels() or not packs(torch.float32):
     pytest.skip(f"nothing to be admitted to: {native.describe()}", allow_module_level=True)
@@ -62,7 +62,7 @@ VISION: list[tuple[Any, Any]] = [(CLIPVisionModel, CLIPVisionConfig), (SiglipVis
 
 @pytest.fixture(autouse=True)
 def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "_is_packing_faster", packs)
+    monkeypatch.setattr(linear, "is_packing_faster", packs)
     attend_without_kernel(monkeypatch)
     admission._say_unknown.cache_clear()
 
@@ -73,8 +73,8 @@ def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("config", TEXT, ids=lambda config: config.__name__)
 def test_known_decoder_layers_are_swapped(config: Any) -> None:
     model = swap(text_model(config))
-    assert count(model, _FusedDecoderLayer) == 2
-    assert count(model, fused_elementwise._FusedRmsNorm) == 5
+    assert count(model, FusedDecoderLayer) == 2
+    assert count(model, fused_elementwise.FusedRmsNorm) == 5
 
 
 @pytest.mark.parametrize(("kind", "config"), VISION, ids=("clip", "siglip"))
@@ -109,8 +109,8 @@ def test_a_mutant_of_a_decoder_layer_is_refused(
     if declared:
         declare_known(monkeypatch, part, mutant)
     swap(model)
-    assert not isinstance(layer, _FusedDecoderLayer)
-    assert isinstance(model.layers[1], _FusedDecoderLayer), "the other is as it was"
+    assert not isinstance(layer, FusedDecoderLayer)
+    assert isinstance(model.layers[1], FusedDecoderLayer), "the other is as it was"
 
 
 ENCODER_LAYERS = {
@@ -165,7 +165,7 @@ def test_a_clipped_gate_is_refused(declared: bool, monkeypatch: pytest.MonkeyPat
     model = text_model()
     model.layers[0].mlp.act_fn = Clipped()
     swap(model)
-    assert [isinstance(each.mlp, fused_elementwise._FusedGatedMlp) for each in model.layers] == [False, True]
+    assert [isinstance(each.mlp, fused_elementwise.FusedGatedMlp) for each in model.layers] == [False, True]
 
 
 @pytest.mark.parametrize("declared", [False, True], ids=("source", "probe"))
@@ -184,7 +184,7 @@ def test_another_rotary_embedding_is_refused(
         declare_known(monkeypatch, LayerPart.ROTARY, mutant)
         declare_known(monkeypatch, LayerPart.DECODER_ATTENTION, modeling_llama.LlamaAttention)
     model = swap(text_model())
-    assert not count(model, _FusedDecoderLayer)
+    assert not count(model, FusedDecoderLayer)
     assert model.layers[0].self_attn.forward.__globals__["apply_rotary_pos_emb"] is mutant
 
 
@@ -206,7 +206,7 @@ def test_a_last_layer_that_mixes_rows_is_refused(change: Any, declared: bool, mo
         if declared:
             declare_known(monkeypatch, part, mutant)
         assert not skip_unsampled_rows(model, 0)
-        assert not isinstance(model.layers[-1], _TwoPassLayer)
+        assert not isinstance(model.layers[-1], TwoPassLayer)
         module.__class__ = kind
 
 

@@ -21,7 +21,7 @@ from support.swapped_models import count, swap, text_model, vision_model
 from trinity.memory import native
 from trinity.stages.kernels import admission, fused_elementwise, linear
 from trinity.stages.kernels.admission import is_known, is_known_module
-from trinity.stages.kernels.decoder_layers import _FusedDecoderLayer
+from trinity.stages.kernels.decoder_layers import FusedDecoderLayer
 from trinity.stages.kernels.encoder_elementwise import has_encoder_kernels
 from trinity.stages.kernels.encoder_layers import _FusedEncoderLayer
 from trinity.stages.kernels.known_sources import LayerPart
@@ -34,14 +34,14 @@ if not fused_elementwise.has_fused_kernels() or not has_encoder_kernels() or not
 
 @pytest.fixture(autouse=True)
 def everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "_is_packing_faster", packs)
+    monkeypatch.setattr(linear, "is_packing_faster", packs)
     attend_without_kernel(monkeypatch)
     admission._say_unknown.cache_clear()
 
 
 def test_a_function_patched_within_transformers_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(modeling_llama, "rotate_half", lambda x: x)
-    assert not count(swap(text_model()), _FusedDecoderLayer)
+    assert not count(swap(text_model()), FusedDecoderLayer)
 
 
 def test_a_patched_forward_is_seen_behind_the_name_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -55,7 +55,7 @@ def test_a_patched_forward_is_seen_behind_the_name_of_its_own(monkeypatch: pytes
 
     monkeypatch.setattr(modeling_llama.LlamaAttention, "forward", forward)
     assert not is_known(LayerPart.DECODER_ATTENTION, modeling_llama.LlamaAttention)
-    assert not count(swap(text_model()), _FusedDecoderLayer)
+    assert not count(swap(text_model()), FusedDecoderLayer)
 
 
 @pytest.fixture
@@ -90,14 +90,14 @@ def test_a_module_with_a_forward_of_its_own_is_left_alone(place: str) -> None:
     own = module.forward
     module.forward = MethodType(lambda self, *given, **named: own(*given, **named), module)
     swap(model)
-    assert [isinstance(each, _FusedDecoderLayer) for each in model.layers] == [False, True]
+    assert [isinstance(each, FusedDecoderLayer) for each in model.layers] == [False, True]
 
 
 def test_a_subclass_that_changes_nothing_is_the_same_layer() -> None:
     model = text_model()
     for layer in model.layers:
         layer.__class__ = type("Mine", (type(layer),), {})
-    assert count(swap(model), _FusedDecoderLayer) == 2
+    assert count(swap(model), FusedDecoderLayer) == 2
 
 
 def test_a_subclass_with_another_call_is_not() -> None:
@@ -137,7 +137,7 @@ def test_a_new_release_says_once_what_runs_slower(
 ) -> None:
     monkeypatch.setattr(admission, "KNOWN_SOURCES", {part: {} for part in LayerPart})
     with caplog.at_level(logging.WARNING, "trinity"):
-        assert not count(swap(text_model()), fused_elementwise._FusedModule)
+        assert not count(swap(text_model()), fused_elementwise.FusedModule)
         swap(text_model())
     said = [each.getMessage().split()[0] for each in caplog.records]
     assert len(said) == len(set(said))
@@ -184,4 +184,4 @@ def test_a_wrapped_projection_keeps_its_layer() -> None:
 
     model = text_model()
     model.layers[0].self_attn.q_proj = Adapted(model.layers[0].self_attn.q_proj)
-    assert [isinstance(each, _FusedDecoderLayer) for each in swap(model).layers] == [False, True]
+    assert [isinstance(each, FusedDecoderLayer) for each in swap(model).layers] == [False, True]

@@ -26,7 +26,7 @@ from trinity.stages.kernels import decoder_layers as module
 from trinity.stages.kernels import fused_elementwise, last_layer, linear, native_linear
 from trinity.stages.kernels.decoder_layers import (
     DecoderAttentionProbe,
-    _FusedDecoderLayer,
+    FusedDecoderLayer,
     fuse_decoder_layers,
 )
 from trinity.stages.kernels.fused_elementwise import fuse_elementwise
@@ -52,7 +52,7 @@ SIZES: dict[str, Any] = {
 @pytest.fixture(autouse=True)
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native_linear, "is_native_faster", lambda dtype: False)
-    monkeypatch.setattr(linear, "_is_packing_faster", packs)
+    monkeypatch.setattr(linear, "is_packing_faster", packs)
     monkeypatch.setattr(linear, "_is_gemm_faster", lambda dtype: True)
 
 
@@ -97,7 +97,7 @@ def test_a_layer_gives_what_it_gives_by_itself(config: Any, dtype: torch.dtype) 
     plain = [(type(layer), layer) for layer in model.layers]
     assert fuse_decoder_layers(model) == 2
     for kind, layer in plain:
-        assert isinstance(layer, _FusedDecoderLayer)
+        assert isinstance(layer, FusedDecoderLayer)
         assert isinstance(layer, kind)
         for count in (1, 8, 32, 33, 70):
             mine, theirs = DecoderAttentionProbe(), DecoderAttentionProbe()
@@ -227,7 +227,7 @@ def test_the_last_layer_may_be_both(monkeypatch: pytest.MonkeyPatch) -> None:
     assert last_layer.skip_unsampled_rows(model, 0)
     kind = type(model.layers[1])
     assert fuse_decoder_layers(model) == 2
-    assert isinstance(model.layers[1], last_layer._TwoPassLayer)
+    assert isinstance(model.layers[1], last_layer.TwoPassLayer)
     many, named = asked_of(model.layers[1], 40, torch.float32, DecoderAttentionProbe())
     wanted = kind.forward(model.layers[1], many, **named)
     torch.testing.assert_close(model.layers[1](many, **named), wanted, rtol=0, atol=1e-5 * float(wanted.abs().max()))

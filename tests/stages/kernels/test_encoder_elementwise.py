@@ -186,13 +186,13 @@ def test_loaded_encoders_use_them(dtype: str, tmp_path: Path, monkeypatch: pytes
     directory = build_checkpoint("llava", tmp_path)
     model = load_model(directory, "E", dtype=dtype)
     kinds = [type(each) for each in model.vision.modules()]
-    assert sum(issubclass(kind, parts._FusedLayerNorm) for kind in kinds) >= 3
-    assert any(issubclass(kind, parts._TableActivation) for kind in kinds) == (dtype == "bfloat16")
+    assert sum(issubclass(kind, parts.FusedLayerNorm) for kind in kinds) >= 3
+    assert any(issubclass(kind, parts.TableActivation) for kind in kinds) == (dtype == "bfloat16")
     image = {"pixel_values": torch.rand(1, 3, *2 * [model.config.vision_config.image_size])}
     count = (model.config.vision_config.image_size // model.config.vision_config.patch_size) ** 2
     (found,) = model.encode("image", [image], [count])
     for each in model.vision.modules():
-        if isinstance(each, parts._FusedLayerNorm | parts._TableActivation):
+        if isinstance(each, parts.FusedLayerNorm | parts.TableActivation):
             monkeypatch.setattr(each, "forward", each.original_forward)
     (wanted,) = model.encode("image", [image], [count])
     near = 1e-5 if dtype == "float32" else 5e-2

@@ -101,7 +101,7 @@ def test_memory_that_is_in_use_already_is_moved_and_keeps_its_bytes() -> None:
 
 def test_packed_layers_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[int, int]] = []
-    monkeypatch.setattr(linear, "_is_packing_faster", lambda dtype: True)
+    monkeypatch.setattr(linear, "is_packing_faster", lambda dtype: True)
     monkeypatch.setattr(linear, "use_huge_pages", lambda pieces: asked.extend(pieces))
     layers = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 32)).requires_grad_(False)
     rows = torch.randn(3, 64)

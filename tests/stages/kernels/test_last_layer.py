@@ -96,7 +96,7 @@ def test_equals_generate(name: str, split: bool) -> None:
 def test_every_known_text_model_has_it(name: str) -> None:
     model = load_model(checkpoint(name), "P", dtype="float32")
     layers = model.adapter.language(model.language).layers
-    assert [isinstance(each, last_layer._TwoPassLayer) for each in layers] == [False] * (len(layers) - 1) + [True]
+    assert [isinstance(each, last_layer.TwoPassLayer) for each in layers] == [False] * (len(layers) - 1) + [True]
 
 
 def test_rows_of_the_last_layer_that_nobody_samples_are_only_written() -> None:

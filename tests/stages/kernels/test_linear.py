@@ -44,7 +44,7 @@ class Router(nn.Module):
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(linear, "_is_onednn_faster", lambda dtype: True)
-    monkeypatch.setattr(linear, "_is_packing_faster", lambda dtype: True)
+    monkeypatch.setattr(linear, "is_packing_faster", lambda dtype: True)
     monkeypatch.setattr(native_linear, "is_native_faster", lambda dtype: False)
     monkeypatch.setattr(loader, "_parts", weakref.WeakValueDictionary())  # what was loaded with what was measured
 
@@ -53,7 +53,7 @@ def _has_onednn(dtype: torch.dtype) -> bool:
     """Tell if oneDNN multiplies this type here: bfloat16 needs AVX-512 or AVX-NE-CONVERT, which not every CPU has."""
     weight = torch.ones(8, 8, dtype=dtype)
     try:
-        linear._run_onednn(weight, linear._pack_weight(weight), None)
+        linear.run_onednn(weight, linear.pack_weight(weight), None)
     except RuntimeError:
         return False
     return True
@@ -119,7 +119,7 @@ def _free(rows: object, weight: object, bias: object) -> None:
 def test_the_faster_way_is_taken(
     operator: Callable[[object, object, object], None], wanted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(linear, "_run_onednn", operator)
+    monkeypatch.setattr(linear, "run_onednn", operator)
     linear._is_onednn_faster.cache_clear()
     assert linear._is_onednn_faster(torch.float32) is wanted
     linear._is_onednn_faster.cache_clear()
@@ -160,7 +160,7 @@ def test_one_run_of_luck_decides_nothing(
 ) -> None:
     clock = Clock()
     monkeypatch.setattr(linear, "time", clock)
-    assert linear._is_faster(clock.taking(*ours), clock.taking(*plain)) is wanted
+    assert linear.is_faster(clock.taking(*ours), clock.taking(*plain)) is wanted
 
 
 @pytest.mark.usefixtures("always")
@@ -188,13 +188,13 @@ def _packing(rows: object, weight: torch.Tensor, bias: object) -> None:
 def test_weights_are_packed_where_that_is_faster(
     operator: Callable[[object, object, object], None], wanted: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(linear, "_run_onednn", operator)
-    linear._is_packing_faster.cache_clear()
-    assert linear._is_packing_faster(torch.float32) is wanted
-    monkeypatch.setattr(linear, "_pack_weight", lambda weight: _lacking(0, 0, 0))
-    linear._is_packing_faster.cache_clear()
-    assert linear._is_packing_faster(torch.float32) is False
-    linear._is_packing_faster.cache_clear()
+    monkeypatch.setattr(linear, "run_onednn", operator)
+    linear.is_packing_faster.cache_clear()
+    assert linear.is_packing_faster(torch.float32) is wanted
+    monkeypatch.setattr(linear, "pack_weight", lambda weight: _lacking(0, 0, 0))
+    linear.is_packing_faster.cache_clear()
+    assert linear.is_packing_faster(torch.float32) is False
+    linear.is_packing_faster.cache_clear()
 
 
 @pytest.mark.usefixtures("always")

@@ -209,7 +209,7 @@ def test_only_plain_layers_that_it_can_serve_are_changed(monkeypatch: pytest.Mon
 def test_others_leave_its_layers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native_linear, "is_native_faster", lambda dtype: dtype == torch.bfloat16)
     monkeypatch.setattr(linear, "_is_onednn_faster", lambda dtype: True)
-    monkeypatch.setattr(linear, "_is_packing_faster", lambda dtype: True)
+    monkeypatch.setattr(linear, "is_packing_faster", lambda dtype: True)
     layer, other = nn.Linear(8, 4, dtype=torch.bfloat16), nn.Linear(8, 4)
     model = nn.ModuleList([layer, other])
     for change in (use_native_products, pack_weights, use_onednn):
@@ -219,7 +219,7 @@ def test_others_leave_its_layers_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("best", [True, False])
 def test_it_is_used_where_it_is_faster(best: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "_is_faster", lambda ours, plain, most: best)
+    monkeypatch.setattr(linear, "is_faster", lambda ours, plain, most: best)
     monkeypatch.setattr(native.extension, "instructions", lambda: "avx2")
     assert native_linear.is_native_faster.__wrapped__(torch.bfloat16) is best
     assert not native_linear.is_native_faster.__wrapped__(torch.float64)

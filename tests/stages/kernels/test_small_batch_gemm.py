@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from trinity.memory import native
 from trinity.stages.kernels import linear, small_batch_gemm
-from trinity.stages.kernels.linear import PackedLinear, _address, _pack_weight, _run_onednn, pack_weights
+from trinity.stages.kernels.linear import PackedLinear, _address, pack_weight, pack_weights, run_onednn
 from trinity.stages.kernels.small_batch_gemm import MOST_GEMM_ROWS, SmallBatchGemm
 
 DTYPES = [each for each in (torch.float32, torch.bfloat16) if small_batch_gemm.has_gemm_kernel(each)]
@@ -96,7 +96,7 @@ def test_what_lies_otherwise_is_not_read(dtype: torch.dtype) -> None:
 
 @pytest.fixture
 def always(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "_is_packing_faster", lambda dtype: True)
+    monkeypatch.setattr(linear, "is_packing_faster", lambda dtype: True)
     monkeypatch.setattr(linear, "_is_gemm_faster", lambda dtype: True)
 
 
@@ -113,9 +113,9 @@ def test_packed_layers_use_it_for_few_rows(bias: bool, dtype: torch.dtype, monke
 
     def counted(rows: Tensor, weight: Tensor, given_bias: Tensor | None) -> Tensor:
         asked.append(len(rows))
-        return _run_onednn(rows, weight, given_bias)
+        return run_onednn(rows, weight, given_bias)
 
-    monkeypatch.setattr(linear, "_run_onednn", counted)
+    monkeypatch.setattr(linear, "run_onednn", counted)
     for count in (1, 8, MOST_GEMM_ROWS, MOST_GEMM_ROWS + 1):
         rows = drawn(count, 768, dtype=dtype)
         check(layer(rows), rows, plain.weight, plain.bias)
@@ -134,7 +134,7 @@ def test_bfloat16_is_onednns_to_the_bit() -> None:
     pack_weights(nn.Sequential(layer))
     for count in (1, 7, 16, 17, MOST_GEMM_ROWS):
         rows = drawn(count, 768, dtype=torch.bfloat16)
-        assert torch.equal(layer(rows), _run_onednn(rows, layer.packed, layer.bias))
+        assert torch.equal(layer(rows), run_onednn(rows, layer.packed, layer.bias))
 
 
 @pytest.mark.usefixtures("always")
@@ -162,7 +162,7 @@ def test_it_is_used_where_it_is_faster(faster: bool, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(linear, "time", SimpleNamespace(thread_time=lambda: spent[0]))
     monkeypatch.setattr(SmallBatchGemm, "__call__", taking(1.0 if faster else 2.0))
-    monkeypatch.setattr(linear, "_run_onednn", taking(1.5))
+    monkeypatch.setattr(linear, "run_onednn", taking(1.5))
     linear._is_gemm_faster.cache_clear()
     assert linear._is_gemm_faster(torch.float32) is faster
     linear._is_gemm_faster.cache_clear()
@@ -179,7 +179,7 @@ def test_numbers_that_do_not_fit_are_refused(dtype: torch.dtype, wrong: dict[str
 
 
 def test_the_place_is_that_of_the_packed_copy() -> None:
-    packed = _pack_weight(drawn(64, 64, dtype=torch.float32))
+    packed = pack_weight(drawn(64, 64, dtype=torch.float32))
     address, size = _address(packed)
     assert address
     assert size >= 64 * 64 * 4

@@ -25,7 +25,7 @@ RANK, ROPE, INDEX = 24, 8, 16
 
 @pytest.fixture(autouse=True)
 def packed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "_is_packing_faster", packs)
+    monkeypatch.setattr(linear, "is_packing_faster", packs)
 
 
 @pytest.mark.parametrize(

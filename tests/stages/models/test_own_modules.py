@@ -16,7 +16,7 @@ import transformers.activations
 from torch import Tensor, nn
 
 from support.checkpoint_files import checkpoint
-from trinity.stages.kernels.encoder_elementwise import _TableActivation, has_encoder_kernels
+from trinity.stages.kernels.encoder_elementwise import TableActivation, has_encoder_kernels
 from trinity.stages.kernels.swaps import without_swaps
 from trinity.stages.models import load_model, loader
 from trinity.stages.models.float32_forward import in_float32
@@ -115,7 +115,7 @@ def test_the_walk_finds_globals_and_sees_one_altered() -> None:
 def test_the_copy_of_a_global_is_looked_up_in_a_table() -> None:
     model: Any = load_model(checkpoint("minicpmv4_6"), "E", dtype=torch.bfloat16)
     merger = model.vision.base_model.vision_tower.vit_merger
-    assert isinstance(merger.act, _TableActivation)
+    assert isinstance(merger.act, TableActivation)
     assert type(transformers.activations.gelu_pytorch_tanh) is transformers.activations.GELUTanh
 
 

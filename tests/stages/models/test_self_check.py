@@ -20,7 +20,7 @@ from support.text_models import ORIGINAL, SERVED, build, generate, make_config, 
 from trinity.errors import UnsupportedModel
 from trinity.stages.attention.torch_reference import TorchAttention
 from trinity.stages.kernels import decoder_layers, fused_elementwise, linear
-from trinity.stages.kernels.decoder_layers import _FusedDecoderLayer
+from trinity.stages.kernels.decoder_layers import FusedDecoderLayer
 from trinity.stages.kernels.known_sources import LayerPart
 from trinity.stages.kernels.swaps import without_swaps
 from trinity.stages.models import LoadedModel, checks, float32_forward, load_model, registry
@@ -35,7 +35,7 @@ kernels = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def packed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(linear, "_is_packing_faster", packs)
+    monkeypatch.setattr(linear, "is_packing_faster", packs)
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def credulous(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def count_fused(model: Any) -> int:
-    return sum(isinstance(each, _FusedDecoderLayer) for each in model.language.modules())
+    return sum(isinstance(each, FusedDecoderLayer) for each in model.language.modules())
 
 
 @kernels

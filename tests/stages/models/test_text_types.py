@@ -32,7 +32,7 @@ SOON = ("gemma3_text", "gpt_oss", "llama", "qwen3")
 @pytest.fixture(autouse=True)
 def packed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Layers as decode instances have them, whether or not packing is faster here."""
-    monkeypatch.setattr(linear, "_is_packing_faster", packs)
+    monkeypatch.setattr(linear, "is_packing_faster", packs)
 
 
 def build_varied(folder: Path, model_type: str) -> Path:

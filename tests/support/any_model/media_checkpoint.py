@@ -20,7 +20,7 @@ from support.any_model.tekken import make_tekken_tokenizer, write_extractor
 from trinity.errors import UnsupportedModel
 from trinity.preprocess.checkpoint.video_processors import find_images
 from trinity.preprocess.loader import find_processor_class, load_processor
-from trinity.testing.checkpoints import _no_progress_bar, _recipe, _scale_weights, _silence, write_checkpoint
+from trinity.testing.checkpoints import _recipe, _scale_weights, _silence, no_progress_bar, write_checkpoint
 from trinity.testing.checkpoints_recipes import Recipe
 from trinity.testing.checkpoints_text import CHATML, build_tokenizer, chat_template
 
@@ -96,7 +96,7 @@ def build_any_media(model_type: str, directory: Path, *, seed: int = 0) -> Path:
     for name, token in sizes.ids.items():
         setattr(config, name, tokenizer.convert_tokens_to_ids(token))
     built = write_checkpoint(recipe, directory, seed)
-    with _no_progress_bar():
+    with no_progress_bar():
         config.save_pretrained(built)
     return built
 
@@ -317,7 +317,7 @@ def build_omni(model_type: str, directory: Path, *, seed: int = 0) -> Path:
         model = whole(config).float().eval()
         _scale_weights(model.thinker, recipe, torch.Generator().manual_seed(seed))
     _silence(model.thinker, recipe.tokenizer)
-    with _no_progress_bar():
+    with no_progress_bar():
         model.save_pretrained(directory)
     recipe.save_processor(directory)
     if model_type == "qwen2_5_omni":

@@ -24,17 +24,17 @@ from trinity.memory import native
 from trinity.stages.attention.interface import AttentionParams, PagedBatch, PagedRows, StopAfterWrite
 from trinity.stages.kernels.admission import is_known_module
 from trinity.stages.kernels.fused_elementwise import (
-    _eps,
-    _FusedGatedMlp,
-    _FusedRmsNorm,
-    _is_supported,
+    FusedGatedMlp,
+    FusedRmsNorm,
     add_rms_norm,
     apply_rotary_rows,
+    are_supported,
+    norm_epsilon,
     rms_norm,
     silu_mul,
 )
 from trinity.stages.kernels.known_sources import LayerPart
-from trinity.stages.kernels.last_layer import _pick_keywords, _TwoPassLayer
+from trinity.stages.kernels.last_layer import TwoPassLayer, pick_keywords
 from trinity.stages.kernels.linear import PackedLinear
 from trinity.stages.kernels.native_linear import NativeLinear, NativeProduct
 from trinity.stages.kernels.probes import is_close, make_empty_rows, make_noise, place_rows
@@ -53,7 +53,7 @@ RotaryAngles = tuple[Tensor, Tensor]
 logger = logging.getLogger("trinity")
 
 
-class _FusedDecoderLayer(nn.Module):
+class FusedDecoderLayer(nn.Module):
     """Base put before a decoder layer's class; ``unfused_forward`` is that class's forward."""
 
     unfused_forward: Callable[..., Any]
@@ -64,9 +64,9 @@ class _FusedDecoderLayer(nn.Module):
         if given or batch is None or batch.half or not self.plan.accepts(hidden_states, named):
             return self.unfused_forward(hidden_states, *given, **named)
         turns = named["position_embeddings"]
-        if batch.sampled is None or not isinstance(self, _TwoPassLayer):
+        if batch.sampled is None or not isinstance(self, TwoPassLayer):
             return self.plan.run(hidden_states, turns, batch)
-        picked = _pick_keywords(named, batch, hidden_states.shape[1])
+        picked = pick_keywords(named, batch, hidden_states.shape[1])
         if picked is None or batch.last is None:
             return self.unfused_forward(hidden_states, **named)
         self.plan.write(hidden_states, turns, batch)
@@ -130,7 +130,7 @@ class PackedLayerPlan(DecoderLayerPlan):
     def __init__(self, layer: Any, width: int) -> None:
         super().__init__(layer, width)
         first, second = layer.input_layernorm, layer.post_attention_layernorm
-        self._norms = [(each.weight, _eps(each)) for each in (first, second)]
+        self.norms = [(each.weight, norm_epsilon(each)) for each in (first, second)]
         modules = list_products(layer)
         self._products: list[Projection] = [each.forward for each in modules]
         few: list[SmallBatchGemm | NativeProduct | None] = [each.gemm for each in modules]
@@ -141,13 +141,13 @@ class PackedLayerPlan(DecoderLayerPlan):
         """See ``DecoderLayerPlan.suits``."""
         norms = (layer.input_layernorm, layer.post_attention_layernorm)
         return (
-            all(isinstance(each, _FusedRmsNorm) for each in norms)
-            and isinstance(layer.mlp, _FusedGatedMlp)
+            all(isinstance(each, FusedRmsNorm) for each in norms)
+            and isinstance(layer.mlp, FusedGatedMlp)
             and all(isinstance(each, PackedLinear | NativeLinear) for each in list_products(layer))
         )
 
     def _supports(self, *rows: Tensor) -> bool:
-        return _is_supported(*rows)
+        return are_supported(*rows)
 
     def run(self, rows: Tensor, turns: RotaryAngles, batch: PagedBatch) -> Tensor:
         """See ``DecoderLayerPlan.run``."""
@@ -181,7 +181,7 @@ class PackedLayerPlan(DecoderLayerPlan):
         turned = max(1, len(products) - 1)
         found: list[Tensor] = []
         for at in _pieces(len(states)):
-            normed = rms_norm(states[at], *self._norms[0])
+            normed = rms_norm(states[at], *self.norms[0])
             angles = turns[0][0, at], turns[1][0, at]
             for number, product in enumerate(products):
                 made = product(normed)
@@ -198,7 +198,7 @@ class PackedLayerPlan(DecoderLayerPlan):
         out, gate, up, down = products
         for at in _pieces(len(rows)):
             states = made[at]
-            normed = add_rms_norm(rows[at], out(seen[at]), states, self._norms[1])
+            normed = add_rms_norm(rows[at], out(seen[at]), states, self.norms[1])
             add_rms_norm(states, down(silu_mul(gate(normed), up(normed))), states, None)
 
 
@@ -226,7 +226,7 @@ def list_products(layer: Any) -> list[Any]:
 
 
 def _is_candidate(layer: Any) -> bool:
-    if {name for name, _ in layer.named_children()} != _LAYER or isinstance(layer, _FusedDecoderLayer):
+    if {name for name, _ in layer.named_children()} != _LAYER or isinstance(layer, FusedDecoderLayer):
         return False
     known = {id(each) for each in list_products(layer)}
     others = any(list(child.parameters()) for child in layer.self_attn.children() if id(child) not in known)
@@ -292,4 +292,4 @@ def _make_plan(layer: Any, kind: Any, plans: type[DecoderLayerPlan]) -> DecoderL
 
 @cache
 def _make_class(kind: Any) -> Any:
-    return make_swapped_class(_FusedDecoderLayer, kind, unfused_forward=kind.forward)
+    return make_swapped_class(FusedDecoderLayer, kind, unfused_forward=kind.forward)

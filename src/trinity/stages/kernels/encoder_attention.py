@@ -114,7 +114,11 @@ def _wrap(plain: Any) -> Any:
         *further: Any,
         **named: Any,
     ) -> tuple[Tensor, None]:
-        if attention_mask is not None or further or not (_sees_all(module, named) and _fits(query, key, value)):
+        if (
+            attention_mask is not None
+            or further
+            or not (sees_all_rows(module, named) and fits_kernel(query, key, value))
+        ):
             found: tuple[Tensor, None] = plain(module, query, key, value, attention_mask, *further, **named)
             return found
         scale = named.get("scaling")
@@ -123,13 +127,15 @@ def _wrap(plain: Any) -> Any:
     return attend
 
 
-def _sees_all(module: Any, named: dict[str, Any]) -> bool:
+def sees_all_rows(module: Any, named: dict[str, Any]) -> bool:
+    """Tell if each row attends to all others, and nothing but the scale changes the scores."""
     causal = named.get("is_causal")
     causal = getattr(module, "is_causal", True) if causal is None else causal
     return not causal and not named.get("dropout") and all(named.get(name) is None for name in _UNSUPPORTED)
 
 
-def _fits(query: Tensor, key: Tensor, value: Tensor) -> bool:
+def fits_kernel(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Tell if ``attend_all`` can take these heads: on the CPU, of one supported dtype, alike in shape."""
     parts = (query, key, value)
     alike = query.shape[::3] == key.shape[::3] and key.shape == value.shape and query.shape[1] % key.shape[1] == 0
     ours = all(part.dtype == query.dtype and part.device.type == "cpu" and part.numel() for part in parts)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from trinity.memory import native
 from trinity.stages.kernels.admission import is_known_module
-from trinity.stages.kernels.fused_elementwise import _FusedModule, _gives_same, _is_supported, _kernel_options
+from trinity.stages.kernels.fused_elementwise import FusedModule, are_supported, gives_same, kernel_options
 from trinity.stages.kernels.known_sources import LayerPart
 from trinity.stages.kernels.native_linear import run_linear
 from trinity.stages.kernels.probes import make_noise, make_scaled_rows
@@ -40,7 +40,7 @@ def fuse_encoder_elementwise(model: Any) -> None:
     if not has_encoder_kernels() or any(each.is_cuda for each in model.parameters()):
         return
     for module in model.modules():
-        kind: Any = {nn.LayerNorm: _FusedLayerNorm, nn.Conv2d: _PatchProduct}.get(type(module))
+        kind: Any = {nn.LayerNorm: FusedLayerNorm, nn.Conv2d: _PatchProduct}.get(type(module))
         if kind is not None:
             if kind.fits(module) and kind.is_known(module):
                 module.__class__ = kind
@@ -70,7 +70,7 @@ def _run_layer_norm(rows: Tensor, added: Tensor | None, norm: LayerNormParams, o
     (weight, bias, eps), width = norm, rows.shape[-1]
     sums = (0 if added is None else added.data_ptr(), width)
     given = ((rows.data_ptr(), width), sums, sums, weight.data_ptr(), bias.data_ptr(), (out.data_ptr(), width))
-    native.extension.layer_norm(*given, rows.numel() // width, width, eps, *_kernel_options(rows, kernel))
+    native.extension.layer_norm(*given, rows.numel() // width, width, eps, *kernel_options(rows, kernel))
 
 
 def apply_table(rows: Tensor, table: Tensor, out: Tensor, kernel: str = "best") -> Tensor:
@@ -84,12 +84,14 @@ def apply_table(rows: Tensor, table: Tensor, out: Tensor, kernel: str = "best") 
 # ---------------------------------------------------------------- modules
 
 
-class _FusedLayerNorm(_FusedModule, nn.LayerNorm):
+class FusedLayerNorm(FusedModule, nn.LayerNorm):
+    """Layer norm by one kernel."""
+
     swapped_from, part = nn.LayerNorm, LayerPart.LAYER_NORM
     original_forward = nn.LayerNorm.forward
 
     def forward(self, input: Tensor) -> Tensor:
-        if input.requires_grad or not _is_supported(input, self.weight, self.bias):
+        if input.requires_grad or not are_supported(input, self.weight, self.bias):
             found: Tensor = self.original_forward(input)
             return found
         return layer_norm(input, self.weight, self.bias, self.eps)
@@ -97,18 +99,18 @@ class _FusedLayerNorm(_FusedModule, nn.LayerNorm):
     @classmethod
     def fits(cls, module: Any) -> bool:
         weight, bias = module.weight, module.bias
-        if weight is None or bias is None or weight.ndim != 1 or not _is_supported(weight, bias):
+        if weight is None or bias is None or weight.ndim != 1 or not are_supported(weight, bias):
             return False
-        return _gives_same(module, cls, make_scaled_rows(len(weight), weight.dtype))
+        return gives_same(module, cls, make_scaled_rows(len(weight), weight.dtype))
 
 
-class _PatchProduct(_FusedModule, nn.Conv2d):
+class _PatchProduct(FusedModule, nn.Conv2d):
     swapped_from, part = nn.Conv2d, LayerPart.CONVOLUTION
     original_forward = nn.Conv2d.forward
 
     def forward(self, input: Tensor) -> Tensor:
         (high, wide), whole = self.kernel_size, input.ndim == 4 and input.shape[1] == self.in_channels
-        if not whole or input.shape[2] % high or input.shape[3] % wide or not _is_supported(input, self.weight):
+        if not whole or input.shape[2] % high or input.shape[3] % wide or not are_supported(input, self.weight):
             found: Tensor = self.original_forward(input)
             return found
         batch, channels, height, width = input.shape
@@ -121,20 +123,20 @@ class _PatchProduct(_FusedModule, nn.Conv2d):
     @classmethod
     def fits(cls, module: Any) -> bool:
         simple = module.padding in ("valid", 0, (0, 0)) and module.groups == 1 and module.dilation == (1, 1)
-        if not simple or module.kernel_size != module.stride or not _is_supported(module.weight):
+        if not simple or module.kernel_size != module.stride or not are_supported(module.weight):
             return False
         (high, wide), channels = module.kernel_size, module.in_channels
         rows = make_noise(1, channels * 6 * high * wide, module.weight.dtype)
-        return _gives_same(module, cls, rows.view(1, channels, 2 * high, 3 * wide) / (channels * high * wide) ** 0.5)
+        return gives_same(module, cls, rows.view(1, channels, 2 * high, 3 * wide) / (channels * high * wide) ** 0.5)
 
 
-class _TableActivation(_FusedModule):
+class TableActivation(FusedModule):
     """Activation by lookup; ``table`` (bfloat16 [65537]) is indexed by the bits of a number."""
 
     table: Tensor
 
     def forward(self, input: Tensor) -> Tensor:
-        if input.dtype != torch.bfloat16 or input.requires_grad or not _is_supported(input):
+        if input.dtype != torch.bfloat16 or input.requires_grad or not are_supported(input):
             found: Tensor = self.original_forward(input)
             return found
         return apply_table(input, self.table, torch.empty_like(input))
@@ -167,4 +169,4 @@ def _make_table(module: Any) -> Tensor | None:
 
 @cache
 def _make_class(kind: Any) -> Any:
-    return make_swapped_class(_TableActivation, kind, original_forward=kind.forward)
+    return make_swapped_class(TableActivation, kind, original_forward=kind.forward)

@@ -22,13 +22,13 @@ from trinity.stages.kernels import encoder_attention
 from trinity.stages.kernels.admission import is_known, is_known_module
 from trinity.stages.kernels.encoder_attention import ATTENTION_FUNCTIONS
 from trinity.stages.kernels.encoder_elementwise import (
-    _FusedLayerNorm,
-    _TableActivation,
+    FusedLayerNorm,
+    TableActivation,
     add_layer_norm,
     apply_table,
     layer_norm,
 )
-from trinity.stages.kernels.fused_elementwise import _FusedQuickGelu, _is_supported, _run_gated, rebind_globals
+from trinity.stages.kernels.fused_elementwise import FusedQuickGelu, are_supported, rebind_globals, run_gated
 from trinity.stages.kernels.known_sources import LayerPart
 from trinity.stages.kernels.probes import is_close, make_scaled_rows
 from trinity.stages.kernels.swaps import collect_hooks, find_own_class, has_hooks, is_altered, make_swapped_class
@@ -72,7 +72,7 @@ class EncoderLayerPlan:
         if states.ndim != 3 or not states.numel() or states.requires_grad or has_hooks(self._hooks):
             return False
         asked = self._config._attn_implementation == "sdpa" and self.functions["sdpa"] is self.sdpa
-        return asked and _is_supported(states, self._norms[0][0])
+        return asked and are_supported(states, self._norms[0][0])
 
     def run(self, states: Tensor) -> Tensor:
         """Run the layer: [batch, rows, hidden] to the same."""
@@ -89,7 +89,7 @@ class EncoderLayerPlan:
 
 def attend_encoder_heads(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     """Attend with ``encoder_attention.attend_all``, or with torch's attention for heads that it does not support."""
-    if encoder_attention._fits(query, key, value):
+    if encoder_attention.fits_kernel(query, key, value):
         return encoder_attention.attend_all(query, key, value, scale)
     return scaled_dot_product_attention(query, key, value, scale=scale).transpose(1, 2).contiguous()
 
@@ -104,10 +104,10 @@ def _allocate_padded(states: Tensor, count: int) -> Tensor:
 
 def _make_in_place(act: Any) -> Callable[[Tensor], Tensor]:
     """Return a form of ``act`` that may overwrite its rows."""
-    if isinstance(act, _TableActivation):
+    if isinstance(act, TableActivation):
         return lambda rows: apply_table(rows, act.table, rows)
-    if isinstance(act, _FusedQuickGelu):
-        return lambda rows: _run_gated(rows, 0, rows, 1.702, "best")
+    if isinstance(act, FusedQuickGelu):
+        return lambda rows: run_gated(rows, 0, rows, 1.702, "best")
     found: Callable[[Tensor], Tensor] = act
     return found
 
@@ -129,7 +129,7 @@ def _is_candidate(layer: Any) -> bool:
         not isinstance(layer, _FusedEncoderLayer)
         and not any(map(is_altered, layer.modules()))
         and parts == (set(_ATTENTION), {"fc1", "fc2", "activation_fn"})
-        and all(isinstance(each, _FusedLayerNorm) for each in (layer.layer_norm1, layer.layer_norm2))
+        and all(isinstance(each, FusedLayerNorm) for each in (layer.layer_norm1, layer.layer_norm2))
         and all(isinstance(each, nn.Linear) for each in linear)
     )
 
@@ -160,7 +160,7 @@ class EncoderAttentionProbe:
         return self._attend
 
     def _attend(self, module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **named: Any) -> Any:
-        if mask is None and encoder_attention._sees_all(module, named):
+        if mask is None and encoder_attention.sees_all_rows(module, named):
             scale = named.get("scaling")
             self.scale = query.shape[3] ** -0.5 if scale is None else scale
         return self.mix(query, key, value, 1.0), None

@@ -49,7 +49,7 @@ def fuse_elementwise(model: Any) -> None:
 
 def count_fused(model: Any) -> int:
     """Count the modules of ``model`` that use the kernels."""
-    return sum(isinstance(module, _FusedModule) for module in model.modules())
+    return sum(isinstance(module, FusedModule) for module in model.modules())
 
 
 # ---------------------------------------------------------------- kernels
@@ -62,7 +62,7 @@ def rms_norm(rows: Tensor, weight: Tensor, eps: float, kernel: str = "best") -> 
     """
     out, width = torch.empty_like(rows), rows.shape[-1]
     given = ((rows.data_ptr(), width), weight.data_ptr(), (out.data_ptr(), width), rows.numel() // width, width)
-    native.extension.rms_norm(*given, eps, *_kernel_options(rows, kernel))
+    native.extension.rms_norm(*given, eps, *kernel_options(rows, kernel))
     return out
 
 
@@ -79,7 +79,7 @@ def add_rms_norm(
     given = [(each.data_ptr(), width) for each in (rows, added, sums)]
     at = 0 if weight is None else weight.data_ptr()
     native.extension.add_rms_norm(
-        *given, at, (out.data_ptr(), width), rows.numel() // width, width, eps, *_kernel_options(rows, kernel)
+        *given, at, (out.data_ptr(), width), rows.numel() // width, width, eps, *kernel_options(rows, kernel)
     )
     return out
 
@@ -93,18 +93,18 @@ def apply_rotary_rows(heads: Tensor, cosine: Tensor, sine: Tensor, out: Tensor, 
     given = [(each.data_ptr(), each.shape[-1]) for each in (cosine, sine, out)]
     count = total // width
     native.extension.rotary(
-        (heads.data_ptr(), total), width, *given, width, rows, count, width, *_kernel_options(heads, kernel)
+        (heads.data_ptr(), total), width, *given, width, rows, count, width, *kernel_options(heads, kernel)
     )
 
 
 def silu_mul(gate: Tensor, up: Tensor, kernel: str = "best") -> Tensor:
     """Compute silu(``gate``) * ``up`` in place of ``gate``; both contiguous and of equal size."""
-    return _run_gated(gate, up.data_ptr(), gate, 1.0, kernel)
+    return run_gated(gate, up.data_ptr(), gate, 1.0, kernel)
 
 
 def quick_gelu(rows: Tensor, kernel: str = "best") -> Tensor:
     """Compute ``rows`` * sigmoid(1.702 * ``rows``); contiguous."""
-    return _run_gated(rows, 0, torch.empty_like(rows), 1.702, kernel)
+    return run_gated(rows, 0, torch.empty_like(rows), 1.702, kernel)
 
 
 def apply_rotary_heads(heads: Tensor, cosine: Tensor, sine: Tensor, kernel: str = "best") -> Tensor:
@@ -124,23 +124,25 @@ def apply_rotary_heads(heads: Tensor, cosine: Tensor, sine: Tensor, kernel: str 
         rows,
         count,
         width,
-        *_kernel_options(heads, kernel),
+        *kernel_options(heads, kernel),
     )
     return out
 
 
-def _run_gated(gate: Tensor, up: int, out: Tensor, slope: float, kernel: str) -> Tensor:
+def run_gated(gate: Tensor, up: int, out: Tensor, slope: float, kernel: str) -> Tensor:
+    """Write ``gate`` * sigmoid(``slope`` * ``gate``) to ``out``, times the rows at address ``up`` unless it is 0."""
     width = max(1, gate.shape[-1])
     given = ((gate.data_ptr(), width), (up, width), (out.data_ptr(), width), gate.numel() // width, width)
-    native.extension.gated(*given, slope, *_kernel_options(gate, kernel))
+    native.extension.gated(*given, slope, *kernel_options(gate, kernel))
     return out
 
 
-def _kernel_options(rows: Tensor, kernel: str) -> tuple[bool, int, str]:
+def kernel_options(rows: Tensor, kernel: str) -> tuple[bool, int, str]:
+    """Return the last arguments of every elementwise kernel: if rows are bfloat16, how many threads, which code."""
     return rows.dtype == torch.bfloat16, torch.get_num_threads(), kernel
 
 
-def _is_supported(*rows: Tensor) -> bool:
+def are_supported(*rows: Tensor) -> bool:
     """Tell if the kernels can read ``rows``: on the CPU, of one supported dtype, contiguous."""
     dtype = rows[0].dtype
     return dtype in _DTYPES and all(
@@ -151,7 +153,7 @@ def _is_supported(*rows: Tensor) -> bool:
 # ---------------------------------------------------------------- modules
 
 
-class _FusedModule(nn.Module):
+class FusedModule(nn.Module):
     """Base put before a class of transformers; ``original_forward`` is that class's forward."""
 
     original_forward: Callable[..., Any]
@@ -168,30 +170,34 @@ class _FusedModule(nn.Module):
         return cls.part is not None and is_known_module(cls.part, module)
 
 
-class _FusedRmsNorm(_FusedModule):
+class FusedRmsNorm(FusedModule):
+    """RMS norm by one kernel."""
+
     part = LayerPart.RMS_NORM
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         weight: Any = self.weight
-        if not _is_supported(hidden_states, weight):
+        if not are_supported(hidden_states, weight):
             found: Tensor = self.original_forward(hidden_states)
             return found
-        return rms_norm(hidden_states, weight, _eps(self))
+        return rms_norm(hidden_states, weight, norm_epsilon(self))
 
     @classmethod
     def fits(cls, module: Any) -> bool:
         weight = getattr(module, "weight", None)
-        if not isinstance(weight, Tensor) or weight.ndim != 1 or _eps(module) is None:
+        if not isinstance(weight, Tensor) or weight.ndim != 1 or norm_epsilon(module) is None:
             return False
-        return _gives_same(module, cls, make_scaled_rows(weight.shape[0], weight.dtype))
+        return gives_same(module, cls, make_scaled_rows(weight.shape[0], weight.dtype))
 
 
-class _FusedGatedMlp(_FusedModule):
+class FusedGatedMlp(FusedModule):
+    """Gated MLP, tile by tile, with its activation and product by one kernel."""
+
     part = LayerPart.GATED_MLP
 
     def forward(self, x: Tensor) -> Tensor:
         parts: Any = self
-        if not _is_supported(x) or parts.act_fn._forward_hooks or parts.act_fn._forward_pre_hooks:
+        if not are_supported(x) or parts.act_fn._forward_hooks or parts.act_fn._forward_pre_hooks:
             found: Tensor = self.original_forward(x)
             return found
         rows, inner = x.reshape(-1, x.shape[-1]), getattr(parts.gate_proj, "out_features", 1)
@@ -211,28 +217,30 @@ class _FusedGatedMlp(_FusedModule):
         small._modules = dict(module._modules)
         for name, (inputs, outputs) in {"gate_proj": (24, 40), "up_proj": (24, 40), "down_proj": (40, 24)}.items():
             small._modules[name] = nn.Linear(inputs, outputs, dtype=dtype)
-        return _gives_same(small, cls, make_scaled_rows(24, dtype))
+        return gives_same(small, cls, make_scaled_rows(24, dtype))
 
     @classmethod
     def is_known(cls, module: Any) -> bool:
         return super().is_known(module) and is_known_module(LayerPart.SILU, module.act_fn)
 
 
-class _FusedQuickGelu(_FusedModule):
+class FusedQuickGelu(FusedModule):
+    """Quick GELU by one kernel."""
+
     part = LayerPart.QUICK_GELU
 
     def forward(self, input: Tensor) -> Tensor:
-        if not _is_supported(input):
+        if not are_supported(input):
             found: Tensor = self.original_forward(input)
             return found
         return quick_gelu(input)
 
     @classmethod
     def fits(cls, module: Any) -> bool:
-        return all(_gives_same(module, cls, make_scaled_rows(40, dtype)) for dtype in _DTYPES)
+        return all(gives_same(module, cls, make_scaled_rows(40, dtype)) for dtype in _DTYPES)
 
 
-class _ReboundForward(_FusedModule):
+class _ReboundForward(FusedModule):
     """Module whose forward finds other functions by some of its names; these were checked when they were made."""
 
     @classmethod
@@ -244,7 +252,8 @@ class _ReboundForward(_FusedModule):
         return True
 
 
-def _eps(module: Any) -> Any:
+def norm_epsilon(module: Any) -> Any:
+    """Return the epsilon of an RMS norm, by either name that transformers has for it; None if it has neither."""
     return getattr(module, "variance_epsilon", getattr(module, "eps", None))
 
 
@@ -255,9 +264,9 @@ def _dtype(module: Any) -> torch.dtype:
 
 def _find_class(kind: Any, dtype: torch.dtype) -> Any:
     """Return the class that modules of ``kind`` get, or None."""
-    if issubclass(kind, _FusedModule) or dtype not in _DTYPES:
+    if issubclass(kind, FusedModule) or dtype not in _DTYPES:
         return None
-    bases: dict[str, Any] = {"RMSNorm": _FusedRmsNorm, "MLP": _FusedGatedMlp, "QuickGELUActivation": _FusedQuickGelu}
+    bases: dict[str, Any] = {"RMSNorm": FusedRmsNorm, "MLP": FusedGatedMlp, "QuickGELUActivation": FusedQuickGelu}
     base = next((found for name, found in bases.items() if kind.__name__.endswith(name)), None)
     if base is not None:
         return _make_class(base, kind)
@@ -273,7 +282,8 @@ def _make_class(base: Any, kind: Any) -> Any:
 
 
 @torch.inference_mode()
-def _gives_same(module: Any, swapped: Any, rows: Tensor) -> bool:
+def gives_same(module: Any, swapped: Any, rows: Tensor) -> bool:
+    """Compare what ``module`` gives for ``rows`` with what it would as an instance of ``swapped``."""
     try:
         wanted, found = type(module).forward(module, rows), swapped.forward(_copy_as(module, swapped), rows)
     except Exception:  # not a module as expected: leave it alone
@@ -317,7 +327,7 @@ def _pick_rotary(forward: FunctionType) -> Any:
 
 def _wrap_rotary(plain: Any) -> Callable[..., TensorPair]:
     def turned(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, *further: Any, **named: Any) -> TensorPair:
-        ours = not further and not named and _is_supported(cos, sin) and cos.ndim == 3 and cos.shape == sin.shape
+        ours = not further and not named and are_supported(cos, sin) and cos.ndim == 3 and cos.shape == sin.shape
         if not ours or not (_can_rotate(q, cos) and _can_rotate(k, cos)):
             found: TensorPair = plain(q, k, cos, sin, *further, **named)
             return found

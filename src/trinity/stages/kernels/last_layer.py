@@ -35,14 +35,14 @@ from trinity.stages.kernels.swaps import make_swapped_class
 _ROWS_AT = {"position_embeddings": -2, "position_ids": -1}  # the axis that counts a batch's rows
 
 
-class _TwoPassLayer(nn.Module):
+class TwoPassLayer(nn.Module):
     """Base put before a decoder layer's class; ``original_forward`` is that class's forward."""
 
     original_forward: Callable[..., Any]
 
     def forward(self, hidden_states: Tensor, *given: Any, **named: Any) -> Any:
         batch: Any = named.get("trinity_batch")
-        picked = None if given or batch is None else _pick_keywords(named, batch, hidden_states.shape[1])
+        picked = None if given or batch is None else pick_keywords(named, batch, hidden_states.shape[1])
         if picked is None:
             return self.original_forward(hidden_states, *given, **named)
         writing = named | {"trinity_batch": replace(batch, half="write")}
@@ -55,7 +55,7 @@ class _TwoPassLayer(nn.Module):
         return self.original_forward(hidden_states[:, batch.last], **picked)
 
 
-def _pick_keywords(named: Mapping[str, Any], batch: PagedBatch, total: int) -> dict[str, Any] | None:
+def pick_keywords(named: Mapping[str, Any], batch: PagedBatch, total: int) -> dict[str, Any] | None:
     """Return a layer's keywords for the sampled rows alone; None if it needs all rows or a keyword is unknown."""
     if batch.sampled is None or batch.last is None or as_split_attention(batch.backend) is None:
         return None
@@ -103,7 +103,7 @@ def skip_unsampled_rows(text: Any, first: int) -> bool:
     kind: Any = type(layer)
     if not _is_known_split(text, layer):
         return False
-    layer.__class__ = _make_class(_TwoPassLayer, kind)
+    layer.__class__ = _make_class(TwoPassLayer, kind)
     alike = _splits_alike(layer, kind)
     if not alike:
         layer.__class__ = kind

@@ -50,7 +50,7 @@ class OneDnnLinear(nn.Linear):
     swapped_from = nn.Linear
 
     def forward(self, input: Tensor) -> Tensor:
-        return _run_onednn(input, self.weight, self.bias)
+        return run_onednn(input, self.weight, self.bias)
 
 
 class PackedLinear(nn.Linear):
@@ -66,12 +66,12 @@ class PackedLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         if self.gemm is not None and self.gemm.accepts(input):
             return self.gemm(input)
-        return _run_onednn(input, self.packed, self.bias)
+        return run_onednn(input, self.packed, self.bias)
 
 
 def use_onednn(model: Any) -> None:
     """Make the linear layers of ``model`` on a CPU use oneDNN, if that is faster there."""
-    for module in _find_linears(model):
+    for module in find_linears(model):
         if _is_onednn_faster(module.weight.dtype):
             module.__class__ = OneDnnLinear
 
@@ -84,9 +84,9 @@ def pack_weights(model: Any) -> None:
     """
     module: Any
     kept = _find_read_weights(model)
-    for module in _find_linears(model):
-        if _is_packing_faster(module.weight.dtype) and not (module in kept or expands_latents(module)):
-            module.packed = _pack_weight(module.weight)
+    for module in find_linears(model):
+        if is_packing_faster(module.weight.dtype) and not (module in kept or expands_latents(module)):
+            module.packed = pack_weight(module.weight)
             module.gemm = _make_gemm(module)
             module.weight = nn.Parameter(torch.empty_like(module.weight, device="meta"), requires_grad=False)
             module.__class__ = PackedLinear
@@ -117,7 +117,8 @@ def count_packed_bytes(model: Any) -> int:
     return sum(module.weight.nbytes for module in model.modules() if isinstance(module, PackedLinear))
 
 
-def _find_linears(model: Any) -> list[nn.Linear]:
+def find_linears(model: Any) -> list[nn.Linear]:
+    """Find the plain linear layers of ``model`` on the CPU whose code is known."""
     return [each for each in model.modules() if type(each) is nn.Linear and _is_ours(each)]
 
 
@@ -125,12 +126,14 @@ def _is_ours(linear: nn.Linear) -> bool:
     return linear.weight.device.type == "cpu" and is_known_module(LayerPart.LINEAR, linear)
 
 
-def _run_onednn(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def run_onednn(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """Compute a linear layer by oneDNN, with a weight that is packed or plain."""
     found: Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
     return found
 
 
-def _pack_weight(weight: Tensor) -> Tensor:
+def pack_weight(weight: Tensor) -> Tensor:
+    """Pack a weight for oneDNN's products of few rows."""
     found: Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach())
     return found
 
@@ -153,7 +156,7 @@ def _make_gemm(module: Any) -> SmallBatchGemm | None:
 def _packs_readably(shape: torch.Size, dtype: torch.dtype) -> bool:
     """Tell if oneDNN packs weights of this shape as the kernel reads them, by packing some."""
     some = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
-    packed = _pack_weight(some)
+    packed = pack_weight(some)
     return small_batch_gemm.matches_layout(some, *_address(packed))
 
 
@@ -165,11 +168,11 @@ def _is_gemm_faster(dtype: torch.dtype) -> bool:
     """
     count, inputs, outputs, weights = _GEMM_TRIAL
     rows = torch.ones(count, inputs, dtype=dtype)
-    packed = [_pack_weight(torch.ones(outputs, inputs, dtype=dtype)) for _ in range(weights)]
+    packed = [pack_weight(torch.ones(outputs, inputs, dtype=dtype)) for _ in range(weights)]
     few = [SmallBatchGemm(_address(each)[0], None, torch.Size((outputs, inputs)), dtype) for each in packed]
-    return _is_faster(
+    return is_faster(
         lambda: [each(rows) for each in few],
-        lambda: [_run_onednn(rows, weight, None) for weight in packed],
+        lambda: [run_onednn(rows, weight, None) for weight in packed],
         _AS_GOOD,
     )
 
@@ -184,28 +187,28 @@ def _is_onednn_faster(dtype: torch.dtype) -> bool:
     """Measure once per process and dtype, in a few ms, if oneDNN is faster; False if torch lacks the operator."""
     _limit_kernels()
     rows, weight = torch.ones(_ROWS, _INPUTS, dtype=dtype), torch.ones(_OUTPUTS, _INPUTS, dtype=dtype)
-    return _is_faster(lambda: _run_onednn(rows, weight, None), lambda: nn.functional.linear(rows, weight))
+    return is_faster(lambda: run_onednn(rows, weight, None), lambda: nn.functional.linear(rows, weight))
 
 
 @cache
-def _is_packing_faster(dtype: torch.dtype) -> bool:
+def is_packing_faster(dtype: torch.dtype) -> bool:
     """Measure the same for packed weights and a few rows, in some 200 ms."""
     _limit_kernels()
     few, inputs, outputs, weights = _GEMM_TRIAL
     rows = torch.ones(few, inputs, dtype=dtype)
     plain = [torch.ones(outputs, inputs, dtype=dtype) for _ in range(weights)]
     try:
-        packed = [_pack_weight(weight) for weight in plain]
+        packed = [pack_weight(weight) for weight in plain]
     except (RuntimeError, AttributeError):
         return False
-    return _is_faster(
-        lambda: [_run_onednn(rows, weight, None) for weight in packed],
+    return is_faster(
+        lambda: [run_onednn(rows, weight, None) for weight in packed],
         lambda: [nn.functional.linear(rows, weight) for weight in plain],
     )
 
 
 @torch.inference_mode()
-def _is_faster(ours: Callable[[], object], plain: Callable[[], object], most: float = _WORTH_IT) -> bool:
+def is_faster(ours: Callable[[], object], plain: Callable[[], object], most: float = _WORTH_IT) -> bool:
     """Compare by the median ratio of runs in turn, since on a busy machine single runs of either may be off."""
     try:
         ours()

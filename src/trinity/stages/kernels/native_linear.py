@@ -79,7 +79,7 @@ class NativeLinear(nn.Linear):
 def use_native_products(model: Any) -> None:
     """Make the linear layers of ``model`` on a CPU use the extension, if that is faster there than torch and oneDNN."""
     module: Any
-    for module in linear._find_linears(model):
+    for module in linear.find_linears(model):
         if _can_serve(module) and is_native_faster(module.weight.dtype):
             module.gemm = NativeProduct(module.weight, module.bias)
             module.__class__ = NativeLinear
@@ -116,14 +116,14 @@ def _wins(dtype: torch.dtype, count: int, outputs: int, weights: int, most: floa
     def ours() -> object:
         return [multiply(rows, weight, None) for weight in plain]
 
-    if not linear._is_faster(ours, lambda: [nn.functional.linear(rows, weight) for weight in plain], most):
+    if not linear.is_faster(ours, lambda: [nn.functional.linear(rows, weight) for weight in plain], most):
         return False
     try:
-        packed = [linear._pack_weight(weight) for weight in plain]
-        linear._run_onednn(rows, packed[0], None)
+        packed = [linear.pack_weight(weight) for weight in plain]
+        linear.run_onednn(rows, packed[0], None)
     except (RuntimeError, AttributeError):  # oneDNN has no product of this dtype here
         return True
-    return linear._is_faster(ours, lambda: [linear._run_onednn(rows, weight, None) for weight in packed], most)
+    return linear.is_faster(ours, lambda: [linear.run_onednn(rows, weight, None) for weight in packed], most)
 
 
 @cache

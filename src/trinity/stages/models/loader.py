@@ -26,7 +26,7 @@ from trinity.stages.attention.row_counts import answer_counts
 from trinity.stages.kernels.admission import is_known
 from trinity.stages.kernels.known_sources import LayerPart
 from trinity.stages.kernels.last_layer import drop_unused_layers, skip_unsampled_rows
-from trinity.stages.kernels.linear import _is_packing_faster
+from trinity.stages.kernels.linear import is_packing_faster
 from trinity.stages.kernels.native_linear import is_native_faster
 from trinity.stages.kernels.part_kernels import use_kernels
 from trinity.stages.models.base import ModelAdapter, find_head
@@ -274,7 +274,7 @@ def _is_worth_sharing(directory: Path, dtype: torch.dtype, device: torch.device,
     """Tell if each process would hold these weights by itself; what is mapped from files is shared already."""
     if not can_share_weights(directory, device):
         return False
-    packs = packed and not is_native_faster(dtype) and _is_packing_faster(dtype)
+    packs = packed and not is_native_faster(dtype) and is_packing_faster(dtype)
     return device.type == "cuda" or (not packs and dtype != _pick_dtype(None, read_config(directory)))
 
 

@@ -33,7 +33,7 @@ from trinity.stages.attention.gpu.triton import TritonAttention
 from trinity.stages.attention.interface import ChunkRows, PagedBatch, PagedRows, StopAfterWrite
 from trinity.stages.attention.layer_progress import LayerProgressAttention
 from trinity.stages.attention.torch_reference import TorchAttention
-from trinity.stages.kernels.decoder_layers import DecoderAttentionProbe, _FusedDecoderLayer
+from trinity.stages.kernels.decoder_layers import DecoderAttentionProbe, FusedDecoderLayer
 from trinity.stages.kernels.gpu import device_elementwise
 from trinity.stages.kernels.gpu import device_layers as module
 from trinity.stages.kernels.gpu.device_elementwise import GateActivation
@@ -129,7 +129,7 @@ def test_a_mutant_of_a_decoder_layer_is_refused(
     if declared:
         declare_known(monkeypatch, part, mutant)
     assert fuse_device_layers(model) == 0
-    assert not isinstance(model.layers[0], _FusedDecoderLayer)
+    assert not isinstance(model.layers[0], FusedDecoderLayer)
     assert "0 of 1 decoder layers on cpu run by Triton kernels" in caplog.messages
 
 

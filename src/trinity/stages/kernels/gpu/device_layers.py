@@ -30,13 +30,13 @@ from trinity.stages.kernels.admission import fingerprint_part, is_known_module
 from trinity.stages.kernels.decoder_layers import (
     DecoderAttentionProbe,
     DecoderLayerPlan,
+    FusedDecoderLayer,
     RotaryAngles,
     Tolerances,
-    _FusedDecoderLayer,
     list_products,
     swap_layers,
 )
-from trinity.stages.kernels.fused_elementwise import _eps
+from trinity.stages.kernels.fused_elementwise import norm_epsilon
 from trinity.stages.kernels.gpu.device_elementwise import (
     DEVICE_DTYPES,
     MOST_NORM_WIDTH,
@@ -50,7 +50,7 @@ from trinity.stages.kernels.gpu.device_elementwise import (
 )
 from trinity.stages.kernels.gpu.fp8_linear import Fp8Linear, Fp8Product, can_merge
 from trinity.stages.kernels.known_sources import KNOWN_SOURCES, NORMS_ROUNDED_ONCE, LayerPart
-from trinity.stages.kernels.last_layer import _TwoPassLayer
+from trinity.stages.kernels.last_layer import TwoPassLayer
 from trinity.stages.kernels.probes import is_close, make_scaled_rows
 from trinity.stages.kernels.swaps import Hooks, collect_hooks, find_own_class, has_hooks
 
@@ -127,8 +127,8 @@ class DeviceLayerPlan(DecoderLayerPlan):
         super().__init__(layer, width)
         _check_parts(layer)
         query, key, value, out, gate, up, down = list_products(layer)
-        self._two_pass = isinstance(layer, _TwoPassLayer)
-        self._norms = [_read_norm(each) for each in (layer.input_layernorm, layer.post_attention_layernorm)]
+        self._two_pass = isinstance(layer, TwoPassLayer)
+        self.norms = [_read_norm(each) for each in (layer.input_layernorm, layer.post_attention_layernorm)]
         self._heads = (len(query.weight) // width, len(key.weight) // width)
         self._qkv, self._gate_up = merge_products([query, key, value]), merge_products([gate, up])
         self._query = self._qkv.part(slice(0, len(query.weight)))
@@ -144,7 +144,7 @@ class DeviceLayerPlan(DecoderLayerPlan):
 
     def _check_mlp(self, mlp: Any) -> None:
         """Compare the gated MLP by itself: within a layer it is small beside what it is added to."""
-        rows = _make_rows(self._norms[0].weight)
+        rows = _make_rows(self.norms[0].weight)
         found = self._down(launch_gate(self._gate_up(rows), self._activation))
         if not is_close(found, mlp(rows), self.tolerances[rows.dtype]):
             raise ValueError(f"the kernels of {type(mlp).__qualname__} give another result")
@@ -174,7 +174,7 @@ class DeviceLayerPlan(DecoderLayerPlan):
 
     def link(self, layer: Any, following: Any) -> None:
         """Take the first norm of the layer behind this one along with this one's last sum."""
-        self._next_norm, self._between = following.plan._norms[0], collect_hooks([layer, following])
+        self._next_norm, self._between = following.plan.norms[0], collect_hooks([layer, following])
 
     def accepts(self, rows: Tensor, named: dict[str, Any]) -> bool:
         """See ``DecoderLayerPlan.accepts``; a cache of another shape is for the layer's own forward to refuse."""
@@ -186,7 +186,7 @@ class DeviceLayerPlan(DecoderLayerPlan):
         return super().accepts(rows, named)
 
     def _supports(self, *rows: Tensor) -> bool:
-        like = self._norms[0].weight
+        like = self.norms[0].weight
         return all(each.dtype == like.dtype and each.device == like.device and each.is_contiguous() for each in rows)
 
     def run(self, rows: Tensor, turns: RotaryAngles, batch: PagedBatch) -> Tensor:
@@ -195,7 +195,7 @@ class DeviceLayerPlan(DecoderLayerPlan):
         seen = self._attend(self._norm(rows, batch), (turns[0][0], turns[1][0]), batch)
         made = rows if kept.get("layer states") is rows else torch.empty_like(rows)
         sums = made[0]
-        normed = launch_add_norm(states, self._out(seen.reshape(len(states), -1)), sums, self._norms[1])
+        normed = launch_add_norm(states, self._out(seen.reshape(len(states), -1)), sums, self.norms[1])
         moved = self._down(launch_gate(self._gate_up(normed), self._activation))
         after = None if has_hooks(self._between) else self._next_norm
         normed = launch_add_norm(sums, moved, sums, after)
@@ -236,10 +236,10 @@ class DeviceLayerPlan(DecoderLayerPlan):
     def _norm(self, rows: Tensor, batch: PagedBatch) -> Tensor:
         """Return the first norm of ``rows``: the layer before has left it, if these are what it gave."""
         left = batch.rows.memo.pop(_NORMED, None)
-        if left is not None and left[0] is rows and left[1] is self._norms[0]:
+        if left is not None and left[0] is rows and left[1] is self.norms[0]:
             found: Tensor = left[2]
             return found
-        return launch_norm(rows[0], self._norms[0])
+        return launch_norm(rows[0], self.norms[0])
 
     def _writes_itself(self, batch: PagedBatch) -> bool:
         """Tell if the kernel may write in place of the backend, whose ``read`` then serves chunks as well.
@@ -247,7 +247,7 @@ class DeviceLayerPlan(DecoderLayerPlan):
         It rounds to FP8 as the backend does; a cache of yet another dtype is the backend's.
         """
         reads: bool = getattr(batch.backend, "reads_chunks", False)
-        return reads and batch.cache.is_contiguous() and batch.cache.dtype in (self._norms[0].weight.dtype, FP8)
+        return reads and batch.cache.is_contiguous() and batch.cache.dtype in (self.norms[0].weight.dtype, FP8)
 
     def _place(self, batch: PagedBatch) -> CachePlace:
         return CachePlace(batch.cache, self.params.layer, batch.rows.blocks, batch.rows.offsets)
@@ -339,7 +339,7 @@ def _make_rows(like: Tensor) -> Tensor:
 
 
 def _is_fused(layer: Any) -> bool:
-    return isinstance(layer, _FusedDecoderLayer) and isinstance(layer.plan, DeviceLayerPlan)
+    return isinstance(layer, FusedDecoderLayer) and isinstance(layer.plan, DeviceLayerPlan)
 
 
 def find_activation(act: Any) -> GateActivation | None:
@@ -355,13 +355,13 @@ def find_activation(act: Any) -> GateActivation | None:
 
 def _read_norm(norm: Any) -> DeviceNorm:
     found = fingerprint_part(LayerPart.RMS_NORM, find_own_class(norm))
-    return DeviceNorm(norm.weight, float(_eps(norm)), found not in NORMS_ROUNDED_ONCE)
+    return DeviceNorm(norm.weight, float(norm_epsilon(norm)), found not in NORMS_ROUNDED_ONCE)
 
 
 def _is_plain_norm(norm: Any) -> bool:
     weight = getattr(norm, "weight", None)
     plain = isinstance(weight, Tensor) and weight.ndim == 1 and len(weight) <= MOST_NORM_WIDTH
-    return plain and _eps(norm) is not None and is_known_module(LayerPart.RMS_NORM, norm)
+    return plain and norm_epsilon(norm) is not None and is_known_module(LayerPart.RMS_NORM, norm)
 
 
 def _is_mergeable(modules: Sequence[Any]) -> bool:
