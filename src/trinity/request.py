@@ -174,6 +174,8 @@ class Request(msgspec.Struct, metaclass=KeywordsByName, frozen=True):
       URLs of ``MediaLimits.allowed_hosts``; roles are OpenAI's. See SECURITY.md.
     - ``special_tokens`` (None): whether special tokens in its texts act as such, or are text; None: they act unless it
       is untrusted.
+    - ``client`` (""): name of the client that sent it. Requests are prepared in fair turns of their clients, and those
+      of one client leave room for others to wait. Requests without a name share one turn. The server sets a digest.
 
     Submitting it raises ``RequestError`` if a field is out of range (``max_tokens`` ≤ 0, NaN temperature, ...).
     """
@@ -194,7 +196,7 @@ class Request(msgspec.Struct, metaclass=KeywordsByName, frozen=True):
     cache_salt: str = ""
     untrusted: bool = False
     special_tokens: bool | None = None
-    _client: str = ""  # a digest that the server sets: clients share the turns in which requests are prepared
+    client: str = ""
 
     def all_media(self) -> list[Media]:
         """List ``images`` and ``media``, in this order."""
@@ -356,6 +358,7 @@ def _plain_fields(request: Request) -> dict[str, Any]:
         "cache_salt": read_text("cache_salt", request.cache_salt, MOST_NAMED),
         "untrusted": read_flag("untrusted", request.untrusted),
         "special_tokens": None if (acts := request.special_tokens) is None else read_flag("special_tokens", acts),
+        "client": read_text("client", request.client, MOST_NAMED),
     }
 
 

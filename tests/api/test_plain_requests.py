@@ -95,13 +95,15 @@ def test_the_other_fields_become_plain() -> None:
         deadline_s=np.float64(5),
         session=Text("s"),
         request_id=Text("r"),
+        client=Text("c"),
         images=[Text("cat\udcff.jpg")],
         media=[Media(Text("image"), b"")],
     )
     plain = check_request(asked)
     assert (plain.max_tokens, plain.deadline_s, plain.session, plain.request_id) == (3, 5.0, "s", "r")
     assert plain.messages == [{"role": "user", "content": [{"type": "text", "text": "a"}]}]
-    for text in (plain.session, plain.request_id, plain.images[0], plain.media[0].kind):
+    assert plain.client == "c"
+    for text in (plain.session, plain.request_id, plain.client, plain.images[0], plain.media[0].kind):
         assert type(text) is str
     assert plain.images[0] == f"{Path.cwd()}/./cat\udcff.jpg", "the name of a file may hold any bytes"
     assert check_request(Request("a", max_tokens=HUGE)).max_tokens == 2**31 - 1

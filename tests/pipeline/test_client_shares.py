@@ -14,7 +14,7 @@ from trinity.errors import Overloaded
 
 
 def ask(client: str) -> EmulatedRequest:
-    return EmulatedRequest(text_tokens=4, max_tokens=1, _client=client)
+    return EmulatedRequest(text_tokens=4, max_tokens=1, client=client)
 
 
 @pytest.mark.parametrize("end", ["served", "cancelled"])
@@ -22,7 +22,7 @@ async def test_inputs_that_wait_count_as_bytes_of_their_clients(end: str, monkey
     monkeypatch.setattr("trinity.preprocess.processor.ProcessedRequest.input_bytes", 100)
     async with trinity.Pipeline(MODEL, "EPD") as pipe, asyncio.timeout(60):
         room = pipe.processor.room
-        asked = [EmulatedRequest(text_tokens=4, image_tokens=(64,), max_tokens=1, _client=client) for client in "aab"]
+        asked = [EmulatedRequest(text_tokens=4, image_tokens=(64,), max_tokens=1, client=client) for client in "aab"]
         tasks = [asyncio.create_task(pipe.complete(each)) for each in asked]
         while len(pipe._frontend.core.entries) < 3:
             await asyncio.sleep(0)
@@ -101,7 +101,7 @@ async def test_what_waits_for_its_first_token_counts_as_its_clients(end: str, mo
 async def test_who_has_tokens_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     async with trinity.Pipeline(MODEL, "EPD", max_waiting=2) as pipe, asyncio.timeout(60):
         for number in range(3):
-            asked = EmulatedRequest(text_tokens=4, max_tokens=8, _client="a", request_id=f"r{number}")
+            asked = EmulatedRequest(text_tokens=4, max_tokens=8, client="a", request_id=f"r{number}")
             async with pipe.stream(asked) as tokens:
                 assert pipe._frontend._waiting_of == {"a": 1}
                 await anext(aiter(tokens))

@@ -62,7 +62,7 @@ async def serving(kind: type[RequestProcessor] = RequestProcessor, **limits: Any
 
     def ask(client: str, urls: int = 1, name: str = "") -> asyncio.Task[Any]:
         media = [Media("image", f"http://127.0.0.1:{port}/{at}.png") for at in range(urls)]
-        request = Request("<image>" * urls, media=media, untrusted=True, _client=client, request_id=name or client)
+        request = Request("<image>" * urls, media=media, untrusted=True, client=client, request_id=name or client)
         return asyncio.create_task(made.aprocess(request))
 
     try:

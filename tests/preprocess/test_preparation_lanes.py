@@ -280,7 +280,7 @@ async def test_large_requests_are_looked_at_one_after_another() -> None:
         running -= 1
         return request
 
-    large = [Request("x" * 300_000, _client=str(each % 3)) for each in range(12)]
+    large = [Request("x" * 300_000, client=str(each % 3)) for each in range(12)]
     assert await asyncio.gather(*(run_beside_loop(look, each) for each in large)) == large
     assert most == 1
 

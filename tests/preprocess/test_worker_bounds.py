@@ -222,7 +222,7 @@ async def test_a_request_that_waits_for_bytes_lets_other_clients_have_its_proces
     """At 726a4303 it held the process until its client had left room."""
 
     def asked(client: str, side: int) -> Request:
-        return Request("<image>", images=[np.zeros((side, side, 3), np.uint8)], request_id=client, _client=client)
+        return Request("<image>", images=[np.zeros((side, side, 3), np.uint8)], request_id=client, client=client)
 
     async with killable(checkpoint("llava")) as made:
         wanted = (await made.aprocess(asked("a", 1500))).work.media
@@ -262,24 +262,24 @@ async def test_texts_do_not_wait_for_media_nor_in_line_nor_for_the_processor(mon
             nonlocal ended
             while True:
                 try:
-                    await made.aprocess(Request("<image>", images=[slow_picture(seed)], _client=name))
+                    await made.aprocess(Request("<image>", images=[slow_picture(seed)], client=name))
                 except RequestError as error:
                     ended += "more CPU time" in str(error)
 
         attackers = [asyncio.create_task(attack(f"attacker {each}", each)) for each in range(2)]
         served = waited = 0
         while ended < 2:
-            assert (await made.aprocess(Request("good", _client="victim"))).work.prompt
+            assert (await made.aprocess(Request("good", client="victim"))).work.prompt
             served, waited = served + 1, max(waited, made._media_lane.waiting)
             await asyncio.sleep(0.01)
         picture = np.zeros((56, 84, 3), np.uint8)
         seen = ended
-        assert (await made.aprocess(Request("<image>", images=[picture], _client="victim"))).work.media
+        assert (await made.aprocess(Request("<image>", images=[picture], client="victim"))).work.media
         assert ended - seen <= 2, "a picture of another client has the next turn"
         for task in attackers:
             task.cancel()
         await asyncio.gather(*attackers, return_exceptions=True)
-        assert (await made.aprocess(Request("<image>", images=[picture], _client="victim"))).work.media
+        assert (await made.aprocess(Request("<image>", images=[picture], client="victim"))).work.media
         assert made.room.taken == 0
     assert served >= 2
     assert waited >= 1

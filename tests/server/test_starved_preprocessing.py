@@ -73,7 +73,7 @@ async def test_texts_and_pictures_of_others_are_served(forked_workers: None, pro
             found = await served.http.post(CHAT, json=picture, headers=own, timeout=LIVENESS_S)
             assert found.status_code == 200, found.text
             assert len(answered) - before <= 4, "its picture has the next turn"
-            names = {each.request._client for each in served.pipe.streams}
+            names = {each.request.client for each in served.pipe.streams}
             assert 1 <= len(names) <= 2
             assert not any(key.split()[-1] in name for key in KEYS for name in names)
         while served.server.active:

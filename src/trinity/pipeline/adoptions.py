@@ -51,7 +51,7 @@ class AdoptedStream(Stream):
         """Leave out the tokens that the reader has, up to this index. Raises ``ResumeError`` for one that never was."""
         if after < -1 or (self.processed is not None and after >= self.processed.work.max_tokens):
             raise ResumeError(f"it has no token of index {after}", self.reader, "beyond")
-        if self.done and self._error is None and after >= self.token_count:  # an error is told by reading it
+        if self.done and self.error is None and after >= self.token_count:  # an error is told by reading it
             raise ResumeError(f"it ended with {self.token_count} tokens, before index {after}", self.reader, "beyond")
         self.taken, self._behind = True, after
         while self._tokens and self._tokens[0].index <= after:
@@ -71,7 +71,7 @@ class AdoptedStream(Stream):
     def end(self, event: End) -> None:
         """End it; its reader hears of no index that it has been told of by nobody."""
         super().end(event)
-        if self.taken and self._error is None and self._behind >= self.token_count:
+        if self.taken and self.error is None and self._behind >= self.token_count:
             text = f"it ended with {self.token_count} tokens, before index {self._behind}"
             self.fail(ResumeError(text, self.reader, "beyond"))
 

@@ -20,9 +20,9 @@ MOVED = ("pulled", "store")  # outcomes of transfers that have moved blocks
 def record_end(stream: Stream, metrics: Metrics, trace: Trace) -> None:
     """Count a request that has ended, and add it to the trace. What cannot be recorded is logged: its reader waits."""
     try:
-        error = type(stream._error).__name__ if isinstance(stream._error, RequestError) else ""
-        metrics.add(stream.output, stream._encode_only, error)
-        if not stream._encode_only:  # a row is a prompt and an output, to plan on
+        error = type(stream.error).__name__ if isinstance(stream.error, RequestError) else ""
+        metrics.add(stream.output, stream.encode_only, error)
+        if not stream.encode_only:  # a row is a prompt and an output, to plan on
             trace.append(make_trace_row(stream))
     except Exception:
         logger.exception("request %s has ended and could not be recorded", stream.request.request_id)
@@ -30,7 +30,7 @@ def record_end(stream: Stream, metrics: Metrics, trace: Trace) -> None:
 
 def record_refused(stream: Stream, error: RequestError, metrics: Metrics) -> None:
     """Count a request that never started."""
-    metrics.add_refused(error, stream._encode_only)
+    metrics.add_refused(error, stream.encode_only)
 
 
 def make_trace_row(stream: Stream) -> dict[str, Any]:

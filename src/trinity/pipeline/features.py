@@ -53,7 +53,7 @@ class Features(msgspec.Struct, kw_only=True):
 class FeatureStream(Stream):
     """One encode-only request in flight: a stream that has no token, and features at its end."""
 
-    _encode_only = True
+    encode_only = True
 
     def __init__(self, host: StreamHost, request: Request) -> None:
         super().__init__(host, request)
@@ -62,7 +62,7 @@ class FeatureStream(Stream):
     @classmethod
     def of(cls, stream: Stream) -> FeatureStream:
         """Ask for the features of the request of a stream that has not begun."""
-        return cls(stream._host, stream.request)
+        return cls(stream.host, stream.request)
 
     def begin(
         self, processed: ProcessedRequest, make_text: Callable[[tuple[str, ...]], TextStream]

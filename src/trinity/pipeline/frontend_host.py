@@ -143,7 +143,7 @@ class FrontendHost:
         """Count the inputs that the front end has of a request until an encoder has had them."""
         entry = self.core.entries.get(request.request_id)
         if self.processor is not None and entry is not None and entry.input_bytes and entry.id not in self._held:
-            self._held[entry.id] = self.processor.room.hold(entry.input_bytes, request._client)
+            self._held[entry.id] = self.processor.room.hold(entry.input_bytes, request.client)
 
     def _let_go(self, job: FairJob) -> None:
         assert self.processor is not None, "it prepared them"
@@ -171,15 +171,15 @@ class FrontendHost:
         waiting = self.core.waiting + self.preparing
         if waiting >= self.core.max_waiting:
             raise Overloaded(f"{waiting} requests wait already; try later or raise max_waiting", request.request_id)
-        own = self._waiting_of[request._client] if request._client else 0
+        own = self._waiting_of[request.client] if request.client else 0
         if own >= self.core.max_waiting - waiting:  # so whatever one client sends, there is room for another one's
             text = f"{own} requests of this client wait already, and {self.core.max_waiting - waiting} more may wait"
             raise Overloaded(f"{text}; try later or raise max_waiting", request.request_id)
 
     def _begin_wait(self, request: Request) -> None:
         """Count a request as one of its client's that wait, until its first token comes or it ends."""
-        self._waiting[request.request_id] = request._client
-        self._waiting_of[request._client] += 1
+        self._waiting[request.request_id] = request.client
+        self._waiting_of[request.client] += 1
 
     def _end_wait(self, request_id: str) -> None:
         """Count a request no longer among those that wait; it may be called again."""
@@ -201,7 +201,7 @@ class FrontendHost:
                 with self.progress.working(part, allowed_s):
                     processed = await processor.aprocess(request)
                 if processed.input_bytes:
-                    self._prepared[request.request_id] = processor.room.hold(processed.input_bytes, request._client)
+                    self._prepared[request.request_id] = processor.room.hold(processed.input_bytes, request.client)
             self.check_open()
             processed = stream.begin(
                 processed, lambda stop: TextStream(processor.tokenizer, stop, processed.work.prompt)

@@ -69,7 +69,7 @@ class RequestJournal:
         ``reader``: the id by which its reader will ask for it; its own, where that is not said. ``given``: the request
         as a former front end told of it; "" where that could not.
         """
-        if self._sender is None or stream._encode_only:
+        if self._sender is None or stream.encode_only:
             return
         request, work = stream.request, processed.work
         given = encode_request(request) if given is None else given
@@ -92,12 +92,12 @@ class RequestJournal:
             unread=_has_pixels(work, processed) and not sent,
             adoptions=adoptions,
         )
-        self._writer.begin(opening, stream._sampled, time.monotonic())
+        self._writer.begin(opening, stream.sampled, time.monotonic())
         await self._sender.wait_kept()
 
     def end(self, stream: Stream) -> None:
         """Tell how a request ended."""
-        error = stream._error
+        error = stream.error
         failure = Failure(type(error).__name__, str(error)) if isinstance(error, RequestError) else None
         self._writer.end(Closing(stream.request.request_id, stream.output.finish_reason, failure))
 
@@ -116,7 +116,7 @@ def _has_pixels(work: Work, processed: ProcessedRequest) -> bool:
 def encode_request(request: Request) -> bytes:
     """Encode a request that was checked; "" where it holds what cannot be read again elsewhere, such as an image."""
     try:
-        return msgspec.msgpack.encode(msgspec.structs.replace(request, _client=""), enc_hook=_encode_path)
+        return msgspec.msgpack.encode(msgspec.structs.replace(request, client=""), enc_hook=_encode_path)
     except Exception:  # a source is an object of anyone's
         return b""
 

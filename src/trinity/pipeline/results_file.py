@@ -25,7 +25,7 @@ SYNC_EVERY_S = 1.0  # a crash of the machine, not of the program, loses what was
 _PIECE = 1 << 20  # bytes read at a time
 _LONGEST = 1 << 28  # bytes of a line
 HEAD = b'{"request_id":'
-_NOT_CONTENT = ("request_id", "session", "deadline_s", "_client")
+_NOT_CONTENT = ("request_id", "session", "deadline_s", "client")
 
 
 class KeptOutput(Output, kw_only=True):

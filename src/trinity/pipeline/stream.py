@@ -47,16 +47,21 @@ class Stream:
     Leaving the block ends the request, and ``output`` is available after that. Entering and iterating raise the
     request's own error (``RequestError`` and its subclasses), or ``ClosedError`` if the pipeline was closed. A stream
     can be entered once.
+
+    - ``host``: what serves it.
+    - ``sampled``: all its tokens so far, as stages sampled them.
+    - ``error``: what reading it raises after the tokens that have come; None where nothing went wrong.
+    - ``encode_only``: it is to have features and no token.
     """
 
-    _encode_only: ClassVar[bool] = False  # it is to have no token: no row of a trace, no latency of one, no SLO
+    encode_only: ClassVar[bool] = False  # it is to have no token: no row of a trace, no latency of one, no SLO
 
     def __init__(self, host: StreamHost, request: Request) -> None:
         self.request = request
         self.processed: ProcessedRequest | None = None
         self.arrived = time.monotonic()
         self.arrived_at = time.time()
-        self._host = host
+        self.host = host
         self._entered = self._unread = False
         self._tokens: deque[Token] = deque()
         self._held: Token | None = None
@@ -65,9 +70,9 @@ class Stream:
         self._pieces: list[str] = []
         self._decoded = 0  # count of tokens whose text is in ``_pieces`` or held back by ``_text``
         self._times: list[float] = []
-        self._sampled: list[Sampled] = []
+        self.sampled: list[Sampled] = []
         self._output: Output | None = None
-        self._error: TrinityError | None = None
+        self.error: TrinityError | None = None
 
     @property
     def output(self) -> Output:
@@ -91,12 +96,12 @@ class Stream:
     @property
     def token_count(self) -> int:
         """Number of tokens that have come."""
-        return len(self._sampled)
+        return len(self.sampled)
 
     @property
     def place(self) -> str:
         """Name of the instance that has the request now, as far as is known; "" before and after."""
-        return self._host.find_place(self.request.request_id)
+        return self.host.find_place(self.request.request_id)
 
     async def move(self, to: str, within_s: float = 30.0) -> None:
         """Have the request, which decodes, go on at this instance; no token is lost, and none comes twice.
@@ -105,19 +110,19 @@ class Stream:
         ``within_s`` (seconds); ``ClosedError`` where the pipeline is not running; ``ConfigError`` for other arguments.
         """
         to, within_s = check_value("to", to, str), check_value("within_s", within_s, Positive)
-        await self._host.move(self.request.request_id, to, within_s)
+        await self.host.move(self.request.request_id, to, within_s)
 
     def __repr__(self) -> str:
         begun = "in flight" if self._entered else "not begun"
         state = begun if self._output is None else self._output.finish_reason
-        return f"Stream({self.request.request_id!r}: {len(self._sampled)} tokens, {state})"
+        return f"Stream({self.request.request_id!r}: {len(self.sampled)} tokens, {state})"
 
     async def __aenter__(self) -> Self:
         if self._entered:
             raise RequestError("a stream can be entered once; get a new one from the pipeline", self.request.request_id)
         self._entered = True
         self.arrived, self.arrived_at = time.monotonic(), time.time()
-        await self._host.submit(self)
+        await self.host.submit(self)
         return self
 
     async def __aexit__(
@@ -128,7 +133,7 @@ class Stream:
     def cancel(self) -> None:
         """End the request now; does nothing if it has ended."""
         if not self.done:
-            self._host.post(Abort(self.request.request_id, "cancelled"))
+            self.host.post(Abort(self.request.request_id, "cancelled"))
 
     def __aiter__(self) -> Stream:
         if not self._entered:
@@ -147,8 +152,8 @@ class Stream:
     def _check_end(self) -> None:
         """Raise the error of a request that gives no more tokens, or was not entered."""
         aiter(self)
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
 
     def _expect_change(self) -> asyncio.Future[None]:
         """Return what is done once something may be read, or the request has ended. What comes at once wakes once."""
@@ -165,7 +170,7 @@ class Stream:
     async def wait_first(self) -> None:
         """Wait until the first token has come or the request has ended; nothing is read by it."""
         aiter(self)
-        while not self._sampled and not self.done:
+        while not self.sampled and not self.done:
             await self._expect_change()
 
     async def next_tokens(self) -> list[Token]:
@@ -185,8 +190,8 @@ class Stream:
         while not self.done:
             await self._expect_change()
         self._tokens.clear()
-        if self._error is not None:
-            raise self._error
+        if self.error is not None:
+            raise self.error
         return self.output
 
     def begin(
@@ -214,7 +219,7 @@ class Stream:
         except BaseException as error:  # a tokenizer may raise anything on a token id that a stage invented
             text = f"token {event.sampled.token} cannot be decoded to text ({describe_error(error)})"
             self.end(End(event.request, "error", Failure("RequestError", text)))
-            self._host.post(Abort(event.request, "cancelled"))
+            self.host.post(Abort(event.request, "cancelled"))
 
     def _take(self, event: Deliver, now: float) -> None:
         stream, sampled = self._text, event.sampled
@@ -223,10 +228,10 @@ class Stream:
             return
         if self._unread and not stream.has_stops:
             self._note(sampled, now)
-            if len(self._sampled) - self._decoded >= DECODED_AT_ONCE:
+            if len(self.sampled) - self._decoded >= DECODED_AT_ONCE:
                 self._decode_rest()
             return
-        if self._decoded < len(self._sampled):
+        if self._decoded < len(self.sampled):
             self._decode_rest()
         text = stream.push(sampled.token)
         if not isinstance(text, str):
@@ -237,17 +242,17 @@ class Stream:
         if not self._unread:
             self._show(Token(sampled.token, text, event.index, sampled.logprob, sampled.top), stream)
         if stream.stopped:
-            self._host.post(Abort(self.request.request_id, "stop"))
+            self.host.post(Abort(self.request.request_id, "stop"))
 
     def _note(self, sampled: Sampled, now: float) -> None:
-        self._sampled.append(sampled)
+        self.sampled.append(sampled)
         self._times.append(now)
         if self._waiters and len(self._times) == 1:
             self._wake()
 
     def _decode_rest(self) -> None:
         """Decode the tokens that came since the last look, none of which is read for itself."""
-        rest = self._sampled[self._decoded :]
+        rest = self.sampled[self._decoded :]
         if rest and self._text is not None:
             self._decoded += len(rest)
             self._pieces.append(self._decode(self._text.push_all, [each.token for each in rest]))
@@ -294,11 +299,11 @@ class Stream:
         if event.failure is not None:
             self.fail(make_error(event.failure, self.request.request_id))
         self._wake()
-        self._host.on_end(self)
+        self.host.on_end(self)
 
     def fail(self, error: TrinityError, cause: BaseException | None = None) -> None:
         """Have iterating raise this error after the tokens that have come."""
-        self._error = error
+        self.error = error
         if cause is not None:
             error.__cause__ = cause
         if isinstance(error, RequestError):
@@ -307,7 +312,7 @@ class Stream:
     def close(self) -> None:
         """Have a reader that still waits get ``ClosedError``, as the pipeline closes."""
         if not self.done:
-            self._error = ClosedError("the pipeline was closed while the request was being served")
+            self.error = ClosedError("the pipeline was closed while the request was being served")
 
     def _flush(self) -> None:
         self._decode_rest()
@@ -323,7 +328,7 @@ class Stream:
         return Output(
             request_id=self.request.request_id,
             text="".join(self._pieces),
-            token_ids=[each.token for each in self._sampled],
+            token_ids=[each.token for each in self.sampled],
             finish_reason=event.reason,
             prompt_tokens=len(work.prompt) if work else 0,
             media_tokens=sum(span.tokens for span in work.media) if work else 0,
@@ -341,8 +346,8 @@ class Stream:
             lives=event.lives,
             former_lives=[msgspec.structs.asdict(each) for each in event.former],
             recomputed_tokens=event.recomputed,
-            logprobs=[each.logprob for each in self._sampled] if asked else [],
-            top_logprobs=[each.top for each in self._sampled] if asked else [],
+            logprobs=[each.logprob for each in self.sampled] if asked else [],
+            top_logprobs=[each.top for each in self.sampled] if asked else [],
             emulated=self.processed.emulated if self.processed else False,
         )
 

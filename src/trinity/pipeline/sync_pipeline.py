@@ -215,8 +215,9 @@ class SyncStream:
 
     _entered = False
 
-    def __init__(self, door: SyncPipeline, stream: Stream) -> None:
+    def __init__(self, door: SyncPipeline, stream: Stream, entered: bool = False) -> None:
         self._door, self._thread, self._stream = door, door.thread, stream  # a stream's pipeline is not forgotten
+        self._entered = entered
 
     @property
     def request(self) -> Request:
@@ -309,8 +310,7 @@ class SyncResumption:
             self._door.thread.run(_enter, self._resumption, entered)
         finally:
             if entered:  # also where this call was interrupted on its way back
-                self._stream = SyncStream(self._door, entered[0])
-                self._stream._entered = True
+                self._stream = SyncStream(self._door, entered[0], entered=True)
         assert self._stream is not None
         return self._stream
 

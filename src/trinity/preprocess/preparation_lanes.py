@@ -40,7 +40,8 @@ async def run_beside_loop(work: Callable[[Request], T], request: Request) -> T:
         large = False
     if not large:
         return work(request)
-    return await _large_requests.run_in_thread(request._client, partial(work, request))
+    client = request.client if isinstance(request.client, str) else ""  # what else it is, the check refuses
+    return await _large_requests.run_in_thread(client, partial(work, request))
 
 
 def text_size(request: Request, enough: float = inf) -> int:
@@ -73,7 +74,11 @@ def _wake(waiter: asyncio.Future[None], error: Exception | None = None) -> bool:
         if not waiter.done():
             waiter.set_result(None) if error is None else waiter.set_exception(error)
 
-    if asyncio._get_running_loop() is waiter.get_loop():
+    try:
+        running = asyncio.get_running_loop()
+    except RuntimeError:  # none runs in this thread
+        running = None
+    if running is waiter.get_loop():
         settle()
         return True
     try:

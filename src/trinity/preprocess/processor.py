@@ -222,14 +222,14 @@ class RequestProcessor:
         checked = await self.sampling_door.admit(checked, self._stop_ids, self.defaults)
         checked = await run_beside_loop(self._admit, checked)
         if self._reads_first and any(is_url(item.source) for item in checked.all_media()):
-            async with self._text_lane.visit(request._client) as visit:  # what its text makes wrong, before a fetch
+            async with self._text_lane.visit(request.client) as visit:  # what its text makes wrong, before a fetch
                 await self._run(visit, checked.request_id, self._parse, checked)
         media = checked.all_media()
         urls = sum(is_url(item.source) for item in media)
         if not urls:
             return await self._prepare_on_lane(checked, media)
         name = checked.request_id
-        async with self.room.fetching(urls, name, request._client) as bytes_:
+        async with self.room.fetching(urls, name, request.client) as bytes_:
             with _own_errors(name):  # on the event loop: a slow host holds no thread
                 fetched = await self._fetcher.fetch_all(media, checked.untrusted, bytes_.add)
             bytes_.end()
@@ -239,7 +239,7 @@ class RequestProcessor:
         request = msgspec.structs.replace(request, images=(), media=tuple(media))
         if self._closed:
             raise ClosedError("the request processor is closed")
-        async with (self._media_lane if takes_long(request) else self._text_lane).visit(request._client) as visit:
+        async with (self._media_lane if takes_long(request) else self._text_lane).visit(request.client) as visit:
             return await self._prepare(request, visit)
 
     async def _prepare(self, request: Request, visit: LaneVisit) -> ProcessedRequest:

@@ -277,7 +277,7 @@ def complete_request(request: Request, limited: bool, deadline_s: float | None, 
 
     ``limited``: the checkpoint's own limit goes before the context. ``client``: that the request is of, as a digest.
     """
-    fields: dict[str, Any] = {"_client": client}
+    fields: dict[str, Any] = {"client": client}
     if request.max_tokens is None and not limited:
         fields["max_tokens"] = ROOM_TOKENS
     if deadline_s is not None and (request.deadline_s is None or request.deadline_s > deadline_s):

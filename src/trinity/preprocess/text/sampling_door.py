@@ -65,7 +65,7 @@ class SamplingDoor:
 
     async def _try(self, structured: str, request: Request) -> None:
         check_installed()
-        problem = await self._trials.find_problem(structured, request.request_id, request._client)
+        problem = await self._trials.find_problem(structured, request.request_id, request.client)
         if problem:
             raise GrammarProblem(problem)
 
