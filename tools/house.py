@@ -130,7 +130,7 @@ def import_figures(modules: source.Modules, root: Path) -> list[Figure]:
         counted("modules in import cycles", source.in_cycles(running), limit=0),
         counted("… with those for types alone", source.in_cycles(every), limit=0),
         counted(f"modules under {SMALL} lines with one importer", small, target=25),
-        counted("private names imported", source.private_imports(modules), target=0),
+        counted("private names imported", source.private_imports(modules), limit=0),
         counted("private attributes of other objects", reads, target=30),
         Figure(
             "layers in the packages: sum / most",
