@@ -42,7 +42,7 @@ class BlockShape:
         """Rows of a block: tokens of KV, rows of features; the states of a request are one."""
         return self.shape[-2] if len(self.shape) > 1 else 1
 
-    @property
+    @cached_property
     def block_bytes(self) -> int:
         size: int = self.dtype.itemsize
         for extent in self.shape:
