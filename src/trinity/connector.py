@@ -13,7 +13,7 @@ import msgspec
 from msgspec.structs import replace
 
 from trinity.core.messages import IMAGE, KV, STATE, Failure, Pull, Pulled
-from trinity.core.transfers import gigabytes_a_second, should_cut
+from trinity.core.transfers import gigabytes_a_second
 from trinity.errors import (
     ClosedError,
     ConfigError,
@@ -28,10 +28,10 @@ from trinity.errors import (
 from trinity.errors.arguments import Positive, check_arguments, check_value
 from trinity.errors.live_objects import forbid_copies
 from trinity.memory.block_memory import BlockMemory
-from trinity.memory.byte_ranges import ByteRange, Strided, layer_byte_range, tail_byte_range
+from trinity.memory.byte_ranges import PullRanges, plan_pull
 from trinity.memory.devices import wait_for_default_stream
 from trinity.memory.digests import Sealed, Verify, check_verify, digest_rows, leaves_host, should_verify, verify_pull
-from trinity.transport.base import Remote, Transport, check_block_numbers, find_runs
+from trinity.transport.base import Remote, Transport, check_block_numbers
 from trinity.transport.foreign import contain, gather_or_cancel, withdraw
 from trinity.transport.registry import make_transport
 
@@ -220,9 +220,9 @@ class Connector:
         ours, theirs = self._name_pool(target), self._name_pool(source)
         pull = Pull("", 0, theirs, kind, "", blocks, places, source.generation(blocks), tail=(rows or 0) % height)
         if self.routes[kind].verifies:
-            tails = {len(blocks) - 1: pull.tail} if pull.tail else {}
+            filled = plan_pull(source, pull).filled
             sealed = Sealed(self.verification_key(kind), pull.offer, blocks)
-            found = await asyncio.to_thread(digest_rows, source, blocks, None, tails, sealed)
+            found = await asyncio.to_thread(digest_rows, source, blocks, filled, sealed)
             pull = replace(pull, digests=tuple(found))
         return await self._read(ours, pull)
 
@@ -242,23 +242,23 @@ class Connector:
             async with asyncio.timeout(route.timeout_s):
                 remote = await self._remote(instance, pull.source, pull.kind)
                 ready = time.perf_counter()
-                reads = plan_reads(self._memories[instance, pull.kind], pull)
-                moved = sum(await gather_or_cancel(contain(remote.read(*each), scheme) for each in reads))
+                ranges = plan_pull(self._memories[instance, pull.kind], pull)
+                reads = [remote.read(each.source, each.target, each.within) for each in ranges.reads]
+                moved = sum(await gather_or_cancel([contain(each, scheme) for each in reads]))
                 await self._check_fresh(remote, instance, pull)
         except TimeoutError as error:
             text = f"a read of {len(pull.source_blocks)} blocks took more than {route.timeout_s} s"
             raise TransferTimeout(text, self._scheme(instance, pull), pull.source) from error
         record = self._record(instance, pull, "pulled", moved, time.perf_counter() - ready)
-        if route.verifies and pull.digests is not None:
-            record["digest_s"] = pull.digest_s + await self._check_arrived(instance, pull, moved, pull.digests)
-        pieces = sum(count_pieces(*each) for each in reads)
-        return {**record, "pieces": pieces, "setup_s": ready - started, "gb_s": gigabytes_a_second(record)}
+        if pull.digests is not None and route.verifies:
+            record["digest_s"] = pull.digest_s + await self._check_arrived(instance, pull, ranges, moved)
+        return {**record, "pieces": ranges.pieces, "setup_s": ready - started, "gb_s": gigabytes_a_second(record)}
 
-    async def _check_arrived(self, instance: str, pull: Pull, moved: int, expected: tuple[int, ...]) -> float:
+    async def _check_arrived(self, instance: str, pull: Pull, ranges: PullRanges, moved: int) -> float:
         memory, key = self._memories[instance, pull.kind], self.verification_key(pull.kind)
         if moved <= (INLINE_KEYED_BYTES if key else INLINE_DIGEST_BYTES):
-            return verify_pull(memory, pull, expected, key)
-        return await asyncio.to_thread(verify_pull, memory, pull, expected, key)
+            return verify_pull(memory, pull, ranges, key)
+        return await asyncio.to_thread(verify_pull, memory, pull, ranges, key)
 
     async def _check_fresh(self, remote: Remote, instance: str, pull: Pull) -> None:
         """Raise ``OfferRefused`` if the source took the blocks back: their bytes may have changed during the read."""
@@ -359,25 +359,6 @@ def check_options(options: Mapping[str, Any]) -> dict[str, Any]:
 
 
 Medium: TypeAlias = str | Transport | Connector  # a transport by name, one of your own, or one with its settings
-
-
-def plan_reads(memory: BlockMemory, pull: Pull) -> list[tuple[tuple[int, ...], tuple[int, ...], ByteRange]]:
-    """List the reads of a pull, as ``Remote.read`` takes them.
-
-    One of all blocks, or, where the last one has few rows (``should_cut``), one of those before it and one of its rows.
-    """
-    within, source, target = layer_byte_range(memory, pull.layers), pull.source_blocks, pull.target_blocks
-    if not pull.tail or not should_cut(len(source), pull.tail, memory.shape.rows):
-        return [(source, target, within)]
-    full = [(source[:-1], target[:-1], within)] if source[1:] else []
-    return [*full, (source[-1:], target[-1:], tail_byte_range(memory, pull.layers, pull.tail))]
-
-
-def count_pieces(source: Sequence[int], target: Sequence[int], within: ByteRange) -> int:
-    """Count the separate runs of bytes that a read moves."""
-    if isinstance(within, Strided):
-        return len(source) * within.runs
-    return len(source) if within else sum(1 for _ in find_runs(source, target))
 
 
 def make_connector(connector: Medium | Mapping[str, Medium] | None, verify: Verify | None, hosting: str) -> Connector:

@@ -17,12 +17,11 @@ from transformers import AutoConfig, AutoProcessor
 from support.checkpoint_files import checkpoint
 from support.lender import ready
 from support.pipeline_driver import ONE, TEXT, TWO, Case, all_tokens, picture, serving
-from trinity.connector import count_pieces, plan_reads
 from trinity.core.messages import Pull
 from trinity.core.transfers import TransferPolicy, rows_moved, should_cut
 from trinity.errors import PeerLost
 from trinity.memory.block_memory import BlockMemory, BlockShape
-from trinity.memory.byte_ranges import Strided
+from trinity.memory.byte_ranges import BlockRead, FilledRanges, PullRanges, Strided, plan_pull
 from trinity.transport.foreign import gather_or_cancel
 
 FLOAT = 4
@@ -95,14 +94,20 @@ def test_reads_of_a_pull(
 ) -> None:
     numbers = tuple(range(blocks))
     pull = Pull("P0:1", 0, "P0", memory.kind, "r", numbers, numbers, layers=layers, tail=tail)
-    assert plan_reads(memory, pull) == [(source, source, within) for source, within in reads]
+    planned = plan_pull(memory, pull)
+    assert list(planned.reads) == [BlockRead(source, source, within) for source, within in reads]
+    assert planned.filled.within == (layers and (512 * layers[0], 512 * (layers[1] - layers[0])))
+    assert set(planned.filled.tails) == ({blocks - 1} if tail else set())
+    assert all(each.length == tail * 32 for each in planned.filled.tails.values())
 
 
 @pytest.mark.parametrize(
     ("within", "pieces"), [(None, 2), ((0, 8), 3), (Strided(0, 32, 128, 12), 36), (Strided(0, 32, 128, 1), 3)]
 )
 def test_pieces_are_counted(within: Any, pieces: int) -> None:
-    assert count_pieces((1, 2, 5), (3, 4, 0), within) == pieces
+    read = BlockRead((1, 2, 5), (3, 4, 0), within)
+    assert read.pieces == pieces
+    assert PullRanges((read, read), FilledRanges(None, {})).pieces == 2 * pieces
 
 
 def test_rows_are_never_more_than_a_tenth_too_many() -> None:

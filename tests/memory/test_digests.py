@@ -17,7 +17,7 @@ from trinity.core.messages import Commit, Fetched, Offer, Part, PeerDown, Pull, 
 from trinity.core.transfers import merge_records
 from trinity.errors import ConfigError, IntegrityError, MigrationError
 from trinity.memory.block_memory import BlockMemory, BlockShape
-from trinity.memory.byte_ranges import layer_byte_range
+from trinity.memory.byte_ranges import layer_byte_range, plan_pull
 from trinity.memory.digests import (
     STALE_OFFERS_KEPT,
     Digests,
@@ -82,7 +82,8 @@ class Ends:
 
     def check(self, asked: Pull) -> float:
         assert asked.digests is not None
-        return verify_pull(self.theirs[asked.kind], asked, asked.digests)
+        memory = self.theirs[asked.kind]
+        return verify_pull(memory, asked, plan_pull(memory, asked))
 
 
 # ---------------------------------------------------------------- when

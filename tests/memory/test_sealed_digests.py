@@ -19,6 +19,7 @@ from trinity.core.transfers import TransferPolicy
 from trinity.errors import ConfigError, IntegrityError
 from trinity.memory import native
 from trinity.memory.block_memory import BlockMemory, BlockShape
+from trinity.memory.byte_ranges import find_filled, plan_pull
 from trinity.memory.device_blocks import gather_on_device
 from trinity.memory.digests import Digests, Sealed, digest_rows, verify_pull
 from trinity.memory.native import compute_digests
@@ -69,7 +70,7 @@ def ship(asked: Pull, ours: bytes = KEY, theirs: bytes = KEY, fetched: bool = Fa
 
 def check(memory: BlockMemory, asked: Pull, key: bytes = KEY) -> float:
     assert asked.digests is not None
-    return verify_pull(memory, asked, asked.digests, key)
+    return verify_pull(memory, asked, plan_pull(memory, asked), key)
 
 
 WAYS = [
@@ -112,7 +113,7 @@ def test_a_digest_is_of_one_block_of_one_offer() -> None:
         with pytest.raises(IntegrityError):
             check(memory, wrong)
     memory.tensor[:] = 0.0
-    found = digest_rows(memory, [0, 1], None, {}, Sealed(KEY, "P0:1", (0, 1)))
+    found = digest_rows(memory, [0, 1], find_filled(memory, None, {}), Sealed(KEY, "P0:1", (0, 1)))
     assert len(set(found)) == 2
     assert len(set(compute_digests(memory.pool, [0, 1]))) == 1
 
@@ -131,7 +132,7 @@ def test_they_are_what_rfc_7693_says() -> None:
     rows = memory.tensor[3, :2].contiguous().numpy().tobytes()
     which = repr(("image", "P0:1", 9, 0, memory.block_bytes, 2)).encode()
     wanted = int.from_bytes(hashlib.blake2b(which + rows, key=KEY, digest_size=8).digest(), "little", signed=True)
-    assert digest_rows(memory, [3], None, {0: 2}, Sealed(KEY, "P0:1", [9])) == [wanted]
+    assert digest_rows(memory, [3], find_filled(memory, None, {0: 2}), Sealed(KEY, "P0:1", [9])) == [wanted]
     assert -(1 << 63) <= wanted < 1 << 63
 
 
@@ -167,11 +168,11 @@ async def test_blocks_moved_by_hand_are_compared_under_the_key(blocks: int) -> N
 def test_a_pool_that_is_a_tensor_has_the_same(layers: tuple[int, int] | None, tails: dict[int, int]) -> None:
     """A pool on a GPU has no array on the host, as this one is made to."""
     memory = pools()["kv"]
-    sealed = Sealed(KEY, "P0:1", BLOCKS)
-    wanted = digest_rows(memory, BLOCKS, layers, tails, sealed)
+    sealed, filled = Sealed(KEY, "P0:1", BLOCKS), find_filled(memory, layers, tails)
+    wanted = digest_rows(memory, BLOCKS, filled, sealed)
     _ = memory.tensor
     memory.raw = None
-    assert digest_rows(memory, BLOCKS, layers, tails, sealed) == wanted
+    assert digest_rows(memory, BLOCKS, filled, sealed) == wanted
 
 
 @pytest.mark.parametrize("kv", ["off", "layer"])
@@ -195,8 +196,8 @@ def test_blocks_of_a_gpu_are_gathered_once(
 ) -> None:
     """Not block by block; the digests are those of the host."""
     memory, sealed, asked = pools()[kind], Sealed(KEY, "P0:1", BLOCKS), list[int]()
-    tails, layers = {2: 3}, (1, 3) if kind == "kv" else None
-    wanted = digest_rows(memory, BLOCKS, layers, tails, sealed)
+    filled = find_filled(memory, (1, 3) if kind == "kv" else None, {2: 3})
+    wanted = digest_rows(memory, BLOCKS, filled, sealed)
 
     def gather(rows: torch.Tensor, numbers: np.ndarray, offset: int, length: int) -> np.ndarray:
         asked.append(len(numbers))
@@ -208,7 +209,7 @@ def test_blocks_of_a_gpu_are_gathered_once(
     assert memory.tensor is not None
     memory.raw = None  # as on a GPU
     advances: list[int] = []
-    assert digest_rows(memory, BLOCKS, layers, tails, sealed, lambda: advances.append(1)) == wanted
+    assert digest_rows(memory, BLOCKS, filled, sealed, lambda: advances.append(1)) == wanted
     assert asked == [len(BLOCKS) // gathers] * gathers
     assert len(advances) == len(BLOCKS)
 
@@ -216,4 +217,4 @@ def test_blocks_of_a_gpu_are_gathered_once(
 def test_a_block_that_is_not_there_has_no_digest() -> None:
     memory = pools()["kv"]
     with pytest.raises(ConfigError, match="not all in a pool of 8"):
-        digest_rows(memory, (1, 8), None, {}, Sealed(KEY, "P0:1", (1, 8)))
+        digest_rows(memory, (1, 8), find_filled(memory, None, {}), Sealed(KEY, "P0:1", (1, 8)))

@@ -35,7 +35,7 @@ from trinity.core.messages import (
 )
 from trinity.errors import ConfigError, IntegrityError
 from trinity.memory.block_memory import BlockMemory
-from trinity.memory.byte_ranges import layer_byte_range, list_units, tail_byte_range, view_units
+from trinity.memory.byte_ranges import FilledRanges, PullRanges, find_filled, list_units, view_units
 from trinity.memory.native import compute_digests, read_blocks
 
 Verify = Literal["always", "network", "never"]
@@ -73,21 +73,19 @@ def leaves_host(transport: object) -> bool:
 def digest_rows(
     memory: BlockMemory,
     blocks: Sequence[int],
-    layers: tuple[int, int] | None,
-    tails: Mapping[int, int],
+    filled: FilledRanges,
     sealed: Sealed | None = None,
     advance: Callable[[], None] = lambda: None,
 ) -> list[int]:
-    """Compute a digest of each block, or of its ``layers`` [first, end).
+    """Compute a digest of each block's bytes that are ``filled``.
 
-    ``tails``: rows that count, of blocks that are not full, by place in ``blocks``. A digest of rows is one of the
-    digests of their pieces. ``sealed``: with a key, digests are BLAKE2b under it, and ``advance`` is called after each.
+    A digest of rows is one of the digests of their pieces. ``sealed``: with a key, digests are BLAKE2b under it, and
+    ``advance`` is called after each.
     """
     if sealed is not None and sealed.key:
-        return _seal_rows(memory, blocks, layers, tails, sealed, advance)
-    found = compute_digests(memory.pool, blocks, layer_byte_range(memory, layers))
-    for place, tail in tails.items():
-        rows = tail_byte_range(memory, layers, tail)
+        return _seal_rows(memory, blocks, filled, sealed, advance)
+    found = compute_digests(memory.pool, blocks, filled.within)
+    for place, rows in filled.tails.items():
         pieces = view_units(memory.pool, rows.stride), list_units([blocks[place]], rows, memory.block_bytes)
         each = np.array(compute_digests(*pieces, (0, rows.length)), np.int64)
         found[place] = compute_digests(each.reshape(1, -1), [0])[0]
@@ -97,40 +95,38 @@ def digest_rows(
 def _seal_rows(
     memory: BlockMemory,
     blocks: Sequence[int],
-    layers: tuple[int, int] | None,
-    tails: Mapping[int, int],
+    filled: FilledRanges,
     sealed: Sealed,
     advance: Callable[[], None],
 ) -> list[int]:
     """Compute keyed digests of the same rows, on the host: those of a pool on a GPU are gathered there and copied."""
-    offset, length = layer_byte_range(memory, layers) or (0, memory.block_bytes)
+    offset, length = filled.within or (0, memory.block_bytes)
     found: list[int] = []
     held = read_blocks(memory.pool, blocks, (offset, length))
     for place, (number, rows) in enumerate(zip(sealed.source_blocks, held, strict=True)):
-        filled, tail = rows, tails.get(place, 0)
-        if tail:
-            within = tail_byte_range(memory, layers, tail)
-            filled = rows.reshape(within.runs, within.stride)[:, : within.length]
+        tail, last = 0, filled.tails.get(place)
+        if last is not None:
+            tail = last.length * memory.shape.rows // last.stride  # ``stride`` is the bytes of all rows
+            rows = rows.reshape(last.runs, last.stride)[:, : last.length]
         which = repr((memory.kind, sealed.offer, number, offset, length, tail)).encode()  # its end is its own
         keyed = hashlib.blake2b(which, key=sealed.key, digest_size=DIGEST_BYTES)
-        keyed.update(np.ascontiguousarray(filled).reshape(-1).data)
+        keyed.update(np.ascontiguousarray(rows).reshape(-1).data)
         found.append(int.from_bytes(keyed.digest(), "little", signed=True))
         advance()
     return found
 
 
-def verify_pull(memory: BlockMemory, pull: Pull, expected: Collection[int], key: bytes = b"") -> float:
-    """Compare the blocks that ``pull`` wrote with the source's digests ``expected``; returns the seconds it took.
+def verify_pull(memory: BlockMemory, pull: Pull, ranges: PullRanges, key: bytes = b"") -> float:
+    """Compare the blocks that ``pull`` wrote, of ``ranges``, with its source's digests; returns the seconds it took.
 
     ``key``: that of the source's digests, b"" for none. Raises ``IntegrityError`` if a digest is missing or differs.
     """
-    started = time.perf_counter()
+    started, expected = time.perf_counter(), pull.digests or ()
     if len(expected) != len(pull.target_blocks):
         text = f"{pull.source} sent {len(expected)} digests for {len(pull.target_blocks)} blocks: is verify= the same?"
         raise IntegrityError(text, peer=pull.source)
-    tails = {len(pull.target_blocks) - 1: pull.tail} if pull.tail else {}
     sealed = Sealed(key, pull.offer, pull.source_blocks)
-    found = digest_rows(memory, pull.target_blocks, pull.layers, tails, sealed)
+    found = digest_rows(memory, pull.target_blocks, ranges.filled, sealed)
     pairs = zip(pull.source_blocks, expected, found, strict=True)
     wrong = [block for block, sent, arrived in pairs if sent != arrived]
     if wrong:
@@ -188,10 +184,10 @@ class Digests:
         elif isinstance(message, Ready) and message.id in self._offered:
             return self._with_digests(message)
         elif isinstance(message, Fetched) and message.blocks and message.kind in self._memories:
-            started = time.perf_counter()
-            tails = {len(message.blocks) - 1: message.tail} if message.tail else {}
+            started, memory = time.perf_counter(), self._memories[message.kind]
+            filled = find_filled(memory, None, {len(message.blocks) - 1: message.tail} if message.tail else {})
             sealed = self._seal(message.kind, message.id.rpartition("/")[0], message.blocks)
-            found = digest_rows(self._memories[message.kind], message.blocks, None, tails, sealed, self._advance)
+            found = digest_rows(memory, message.blocks, filled, sealed, self._advance)
             return replace(message, digests=tuple(found), digest_s=time.perf_counter() - started)
         elif isinstance(message, Release):
             self._expected.pop(message.id, None)
@@ -225,8 +221,8 @@ class Digests:
             return ready
         there = 0 if ready.state else self._take_ahead(target, offer)
         blocks, tails = blocks[there:], {place - there: tail for place, tail in tails.items()}
-        sealed = self._seal(kind, ready.id, blocks)
-        found = digest_rows(self._memories[kind], blocks, ready.layers, tails, sealed, self._advance)
+        sealed, memory = self._seal(kind, ready.id, blocks), self._memories[kind]
+        found = digest_rows(memory, blocks, find_filled(memory, ready.layers, tails), sealed, self._advance)
         return replace(ready, digests=tuple(found), digest_s=time.perf_counter() - started)
 
     def _take_ahead(self, target: str, offer: Offer) -> int:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from trinity.errors import OfferRefused
 from trinity.memory.block_memory import BlockMemory
 from trinity.memory.byte_ranges import ByteRange as ByteRange
 from trinity.memory.byte_ranges import Strided as Strided
+from trinity.memory.byte_ranges import find_runs as find_runs
 from trinity.memory.byte_ranges import is_within, list_units
 from trinity.memory.native import Pool
 from trinity.memory.pool_copier import PoolCopier
@@ -134,18 +135,6 @@ def check_block_numbers(scheme: str, name: str, numbers: Sequence[int], size: in
         raise OfferRefused(
             f"{name} blocks {min(numbers)} to {max(numbers)} are not in a pool of {size}", "blocks", scheme
         )
-
-
-def find_runs(source: Sequence[int], target: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Yield (source, target, length) of the longest runs of blocks that are consecutive on both sides."""
-    start = 0
-    for index in range(1, len(source) + 1):
-        broken = index == len(source) or (
-            source[index] != source[index - 1] + 1 or target[index] != target[index - 1] + 1
-        )
-        if broken:
-            yield source[start], target[start], index - start
-            start = index
 
 
 async def copy_pieces(target: Pool, source: Pool, plan: CopyPlan) -> int:
