@@ -16,12 +16,19 @@ from trinity.request import Output, Request, Sampling, Token, check_sampling
 from trinity.server import fields, protocol, read_chat_body, reply_loop, responses_fields
 from trinity.server.chat_reply import ChatReply
 from trinity.server.completion_reply import CompletionReply
-from trinity.server.fields import complete_request, read_completion_call
+from trinity.server.fields import (
+    ANY_TOOL,
+    FormFields,
+    complete_request,
+    read_completion_call,
+    read_fields,
+    read_form,
+    read_text_format,
+    read_tools,
+)
 from trinity.server.responses_fields import read_response_call
 from trinity.server.responses_reply import ResponsesReply
-from trinity.server.structured_fields import read_form, read_text_format
 from trinity.server.token_texts import LEAST_LOGPROB, TokenTexts
-from trinity.server.tool_choice import ANY_TOOL, read_tools
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 FORMS: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
@@ -56,13 +63,13 @@ CLOCK = {"type": "function", "function": {"name": "clock"}}
 @pytest.mark.parametrize("name", FORMS)
 def test_forms_of_outputs(name: str) -> None:
     body, expected = FORMS[name]
-    assert read_form(body) == expected
+    assert read_form(read_fields(body, FormFields)) == expected
 
 
 @pytest.mark.parametrize("body", BAD_FORMS)
 def test_bad_forms_are_refused_by_name(body: dict[str, Any]) -> None:
     with pytest.raises(RequestError, match=r"response_format|structured_outputs|guided_"):
-        read_form(body)
+        read_form(read_fields(body, FormFields))
 
 
 def test_the_form_of_a_response_has_its_schema_higher() -> None:

@@ -12,16 +12,13 @@ from trinity.preprocess.preparation_lanes import measure_values
 from trinity.server.fields import (
     ParsedCall,
     SamplingFields,
-    bind_output,
     make_call,
-    make_request,
-    make_sampling,
-    new_id,
     read_fields,
+    read_text_format,
+    read_tools,
+    refuse_fields,
 )
 from trinity.server.protocol import encode_json
-from trinity.server.structured_fields import read_text_format
-from trinity.server.tool_choice import read_tools
 
 STATEFUL_FIELDS: dict[str, tuple[Any, ...]] = {
     "background": (False,),
@@ -58,25 +55,22 @@ class ResponsesBody(SamplingFields, kw_only=True):
 
 def read_response_call(body: Mapping[str, Any]) -> tuple[ParsedCall, ResponsesBody]:
     """Read the body of a response. Raises ``RequestError`` that names the field at fault."""
-    for name in STATEFUL_FIELDS.keys() & body.keys():
-        if body[name] is not None and body[name] not in STATEFUL_FIELDS[name]:
-            raise RequestError(f"{name} is not served here: send the whole conversation as input")
+    refuse_fields(body, STATEFUL_FIELDS, ": send the whole conversation as input")
     asked = read_fields(body, ResponsesBody)
     wanted = "message.output_text.logprobs" in (asked.include or ()) or asked.top_logprobs is not None
     logprobs = (asked.top_logprobs or 0) if wanted else None
     tools = read_tools([_chat_tool(tool) for tool in asked.tools or ()], asked.tool_choice)
     _check_repeated(asked)
     form = read_text_format(asked.text.format if asked.text is not None else None)
-    request = make_request(
-        messages=make_messages(asked.input, asked.instructions),
+    call = make_call(
+        asked,
+        "resp",
+        [{"messages": make_messages(asked.input, asked.instructions)}],
         max_tokens=asked.max_tokens if asked.max_output_tokens is None else asked.max_output_tokens,
-        sampling=make_sampling(asked, logprobs, bind_output(form, tools)),
-        deadline_s=asked.deadline_s,
-        request_id=new_id("resp"),
-        tools=tools.definitions or None,
-        cache_salt=asked.cache_salt or "",
+        logprobs=logprobs,
+        tools=tools,
+        form=form,
     )
-    call = make_call(asked, [request], logprobs, tools)
     if call.choices != 1:
         raise RequestError("n is not served here: a response has one answer")
     return call, asked

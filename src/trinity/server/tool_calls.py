@@ -13,8 +13,8 @@ from typing import Any, Protocol
 import msgspec
 
 from trinity.errors import ConfigError
+from trinity.server.fields import ANY_TOOL
 from trinity.server.protocol import CalledFunction, ToolCall
-from trinity.server.tool_choice import ANY_TOOL
 
 Schemas = Mapping[str, Any]  # of each tool's parameters, by its name
 ReadCalls = Callable[[str, Schemas], list[CalledFunction]]
