@@ -55,7 +55,7 @@ class BlockRead(Struct, frozen=True):
         """Number of separate runs of bytes that the read moves."""
         if isinstance(self.within, Strided):
             return len(self.source) * self.within.runs
-        return len(self.source) if self.within else sum(1 for _ in find_runs(self.source, self.target))
+        return len(self.source) if self.within else len(list(find_runs(self.source, self.target)))
 
 
 class PullRanges(Struct, frozen=True):
@@ -70,7 +70,7 @@ class PullRanges(Struct, frozen=True):
     @property
     def pieces(self) -> int:
         """Number of separate runs of bytes that the pull moves."""
-        return sum(each.pieces for each in self.reads)
+        return sum([each.pieces for each in self.reads])
 
 
 def plan_pull(memory: BlockMemory, pull: Pull) -> PullRanges:
