@@ -46,6 +46,7 @@ def count_bytes(images: Any, pixels: int) -> int:
 def _is_plain(images: Any) -> bool:
     from transformers.image_processing_backends import PilBackend
 
+    # Its public ``preprocess`` is the same for all: what a class does otherwise, it does in this method.
     return isinstance(images, PilBackend) and type(images)._preprocess is PilBackend._preprocess
 
 

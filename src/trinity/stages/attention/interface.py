@@ -277,6 +277,11 @@ def _run_half(batch: PagedBatch, qkv: tuple[Tensor, Tensor, Tensor], params: Att
     return seen
 
 
+def find_attention_name(config: Any) -> Any:
+    """Return the name of the attention that a config asks for; transformers' public ways only set it."""
+    return config._attn_implementation
+
+
 def read_attention_params(module: Any, head_dim: int, asked: dict[str, Any]) -> AttentionParams:
     """Read a layer's attention from its keywords, or from its config where transformers would only use a mask."""
     scale, window, span = asked.get("scaling"), asked.get("sliding_window"), None

@@ -78,7 +78,7 @@ def watch_expansions(model: Any) -> int:
 
 def expands_latents(projection: Any) -> bool:
     """Tell if queries are to go through the weights of this projection, which must stay as they are."""
-    return _keep_latent in projection._forward_pre_hooks.values()
+    return _keep_latent in projection._forward_pre_hooks.values()  # torch has no public way to ask for hooks
 
 
 def _find_expansion(layer: Any) -> Expansion | None:

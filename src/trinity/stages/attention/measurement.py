@@ -189,7 +189,7 @@ def _time_on_host(run: Callable[[], None]) -> float:
 def _time_on_device(run: Callable[[], None]) -> float:
     """Return the seconds that a GPU computes: it waits first, so that all is launched when it begins."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
-    sleep: Any = torch.cuda._sleep
+    sleep: Any = torch.cuda._sleep  # the only way to keep a GPU waiting without a kernel of one's own
     sleep(_QUEUE_CYCLES)
     begin.record()
     run()

@@ -51,7 +51,7 @@ def answer_counts(model: Any) -> bool:
     layers: list[Any] = [each for each in model.modules() if hasattr(each, "layer_idx")]
     counting = [each for each in layers if _counts(each.__class__)]
     for layer in counting:
-        if _give_counts not in layer._forward_pre_hooks.values():
+        if _give_counts not in layer._forward_pre_hooks.values():  # torch has no public way to ask for hooks
             layer.register_forward_pre_hook(_give_counts, with_kwargs=True)
     return bool(counting)
 

@@ -93,7 +93,7 @@ class CudaRecorder:
         """
         self._failed.append(graph)
         index = torch.cuda.current_device() if self._device.index is None else self._device.index
-        allocator: Any = torch._C
+        allocator: Any = torch._C  # torch.cuda.graph leaves pools only by a capture that succeeds
         try:
             allocator._cuda_endAllocateToPool(index, self._pool)
         except RuntimeError:

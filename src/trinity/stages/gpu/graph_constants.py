@@ -23,11 +23,10 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from trinity.stages.uploads import upload
 
-_aten: Any = torch.ops.aten
 _READING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-_INDEXING = {
-    *(_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default, _aten._index_put_impl_.default),
-    *(_aten._unsafe_index.Tensor, _aten._unsafe_index_put.default),
+_INDEXING = {  # operators by name
+    *("aten::index.Tensor", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"),
+    *("aten::_unsafe_index.Tensor", "aten::_unsafe_index_put"),
 }
 _FROM_DATA = {torch.tensor, torch.as_tensor, torch.asarray}
 
@@ -115,26 +114,25 @@ class _Lifting(TorchDispatchMode):  # type: ignore[no-untyped-call]
         place = kwargs.get("device")
         if place is not None and torch.device(place).type != self._device.type:
             return True
-        given = dict(zip((each.name for each in func._schema.arguments), args, strict=False)) | dict(kwargs)
-        written = [
-            given.get(each.name) for each in func._schema.arguments if each.alias_info and each.alias_info.is_write
-        ]
+        arguments = func._schema.arguments  # which of them it writes, torch says nowhere else
+        given = dict(zip((each.name for each in arguments), args, strict=False)) | dict(kwargs)
+        written = [given.get(each.name) for each in arguments if each.alias_info and each.alias_info.is_write]
         return any(isinstance(each, Tensor) and not self._is_there(each) for each in tree_leaves(written))
 
 
 def _run_on_host(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Run an operator over tensors of the host; one that would copy them to the device leaves them there."""
-    if func is _aten._pin_memory.default:
+    if func.name() == "aten::_pin_memory":
         return args[0]
-    if func is _aten._to_copy.default:
+    if func.name() == "aten::_to_copy":
         kwargs = {name: value for name, value in kwargs.items() if name not in ("device", "non_blocking", "pin_memory")}
     return func(*args, **kwargs)
 
 
 def _reads(func: Any, args: Any, kwargs: Mapping[str, Any]) -> bool:
     """Tell if the host must know values on the device to run the operator, to return a number or to know a size."""
-    if func in _INDEXING:
+    if func.name() in _INDEXING:
         return any(each is not None and each.dtype in (torch.bool, torch.uint8) for each in args[1])
-    if func is _aten.repeat_interleave.Tensor:
+    if func.name() == "aten::repeat_interleave.Tensor":
         return kwargs.get("output_size") is None
     return not _READING.isdisjoint(func.tags)

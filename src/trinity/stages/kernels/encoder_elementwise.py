@@ -85,8 +85,6 @@ def apply_table(rows: Tensor, table: Tensor, out: Tensor, kernel: str = "best") 
 
 
 class FusedLayerNorm(FusedModule, nn.LayerNorm):
-    """Layer norm by one kernel."""
-
     swapped_from, part = nn.LayerNorm, LayerPart.LAYER_NORM
     original_forward = nn.LayerNorm.forward
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
+from trinity.stages.attention.interface import find_attention_name
 from trinity.stages.kernels import encoder_attention
 from trinity.stages.kernels.admission import is_known, is_known_module
 from trinity.stages.kernels.encoder_attention import ATTENTION_FUNCTIONS
@@ -71,7 +72,7 @@ class EncoderLayerPlan:
     def accepts(self, states: Tensor) -> bool:
         if states.ndim != 3 or not states.numel() or states.requires_grad or has_hooks(self._hooks):
             return False
-        asked = self._config._attn_implementation == "sdpa" and self.functions["sdpa"] is self.sdpa
+        asked = find_attention_name(self._config) == "sdpa" and self.functions["sdpa"] is self.sdpa
         return asked and are_supported(states, self._norms[0][0])
 
     def run(self, states: Tensor) -> Tensor:

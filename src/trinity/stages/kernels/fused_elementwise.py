@@ -22,7 +22,7 @@ from trinity.stages.kernels.admission import is_known, is_known_module
 from trinity.stages.kernels.encoder_attention import ATTENTION_FUNCTIONS, pick_attention_functions
 from trinity.stages.kernels.known_sources import LayerPart
 from trinity.stages.kernels.probes import is_close, make_noise, make_scaled_rows
-from trinity.stages.kernels.swaps import is_altered, make_swapped_class
+from trinity.stages.kernels.swaps import copy_with, is_altered, make_swapped_class, own_hooks
 
 TensorPair = tuple[Tensor, Tensor]
 ROTARY_FUNCTION = "apply_rotary_pos_emb"
@@ -171,8 +171,6 @@ class FusedModule(nn.Module):
 
 
 class FusedRmsNorm(FusedModule):
-    """RMS norm by one kernel."""
-
     part = LayerPart.RMS_NORM
 
     def forward(self, hidden_states: Tensor) -> Tensor:
@@ -197,7 +195,7 @@ class FusedGatedMlp(FusedModule):
 
     def forward(self, x: Tensor) -> Tensor:
         parts: Any = self
-        if not are_supported(x) or parts.act_fn._forward_hooks or parts.act_fn._forward_pre_hooks:
+        if not are_supported(x) or any(own_hooks(parts.act_fn)):
             found: Tensor = self.original_forward(x)
             return found
         rows, inner = x.reshape(-1, x.shape[-1]), getattr(parts.gate_proj, "out_features", 1)
@@ -213,10 +211,9 @@ class FusedGatedMlp(FusedModule):
             return False
         if not all(issubclass(kind, nn.Linear) for name, kind in names.items() if name != "act_fn"):
             return False
-        dtype, small = module.gate_proj.weight.dtype, copy.copy(module)
-        small._modules = dict(module._modules)
-        for name, (inputs, outputs) in {"gate_proj": (24, 40), "up_proj": (24, 40), "down_proj": (40, 24)}.items():
-            small._modules[name] = nn.Linear(inputs, outputs, dtype=dtype)
+        dtype = module.gate_proj.weight.dtype
+        sizes = {"gate_proj": (24, 40), "up_proj": (24, 40), "down_proj": (40, 24)}
+        small = copy_with(module, {name: nn.Linear(*size, dtype=dtype) for name, size in sizes.items()})
         return gives_same(small, cls, make_scaled_rows(24, dtype))
 
     @classmethod
@@ -225,8 +222,6 @@ class FusedGatedMlp(FusedModule):
 
 
 class FusedQuickGelu(FusedModule):
-    """Quick GELU by one kernel."""
-
     part = LayerPart.QUICK_GELU
 
     def forward(self, input: Tensor) -> Tensor:

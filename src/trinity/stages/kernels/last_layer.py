@@ -167,7 +167,9 @@ def drop_unused_layers(tower: Any, taken: int | Sequence[int]) -> int:
         return 0
     for layer in found[0][last:]:
         kind: Any = type(layer)
-        layer._modules.clear()
+        while children := dict(layer.named_children()):  # one that has several names comes by one at a time
+            for name in children:
+                delattr(layer, name)
         layer.__class__ = _make_class(_Identity, kind)
     return count - last
 

@@ -127,7 +127,7 @@ def _is_ours(linear: nn.Linear) -> bool:
 
 
 def run_onednn(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """Compute a linear layer by oneDNN, with a weight that is packed or plain."""
+    """Compute a linear layer with a packed or plain weight by oneDNN, whose operators torch keeps private."""
     found: Tensor = torch.ops.mkldnn._linear_pointwise(rows, weight, bias, "none", [], "")
     return found
 

@@ -6,7 +6,8 @@ class that is ``irreversible`` has lost the weights that its own forward needs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import copy
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import FunctionType
 from typing import Any
@@ -65,9 +66,21 @@ def is_altered(module: Any) -> bool:
     return any(isinstance(getattr(kind, name, None), FunctionType) for name in vars(module))
 
 
+def own_hooks(module: Any) -> Hooks:
+    """Return the forward hooks of ``module``, as live dicts; torch has no public way to ask for them."""
+    return module._forward_pre_hooks, module._forward_hooks
+
+
+def copy_with(module: Any, children: Mapping[str, Any]) -> Any:
+    """Copy ``module`` with these children in place of, or beside, its own; the two share all else."""
+    twin = copy.copy(module)
+    twin._modules = {**module._modules, **children}  # to set a child of such a copy sets the original's
+    return twin
+
+
 def collect_hooks(modules: Iterable[Any]) -> Hooks:
     """Collect the forward hooks of ``modules``, as live dicts, and those that torch runs for every module."""
-    own = [hooks for each in modules for hooks in (each._forward_pre_hooks, each._forward_hooks)]
+    own = [hooks for each in modules for hooks in own_hooks(each)]
     return (torch_module._global_forward_pre_hooks, torch_module._global_forward_hooks, *own)
 
 

@@ -186,6 +186,7 @@ class Qwen2Audio(ModelAdapter):
 
     def encode(self, model: Any, kind: str, items: Sequence[MediaInputs], counts: Sequence[int]) -> list[Tensor]:
         given, core = join_inputs(items), model.base_model
+        # transformers' own forward calls this; there is no public way to the lengths of an encoder's output.
         lengths, rows = core.audio_tower._get_feat_extract_output_lengths(given["feature_attention_mask"].sum(-1))
         if rows.tolist() != list(counts):
             raise StageError(

@@ -48,20 +48,26 @@ def _convert_calls(module: Any, undone: ExitStack) -> None:
 
     Those of a small one are converted at once, and put back when undone.
     """
-    kind, own = type(module), (dict(module._parameters), dict(module._buffers))
+    kind = type(module)
+    own_parameters = dict(module.named_parameters(recurse=False, remove_duplicate=False))
+    own_buffers = dict(module.named_buffers(recurse=False, remove_duplicate=False))
 
     def convert(*call: Any) -> None:
-        parameters, buffers = ({name: _to_float32(each) for name, each in held.items()} for held in own)
+        parameters, buffers = (
+            {name: _to_float32(each) for name, each in held.items()} for held in (own_parameters, own_buffers)
+        )
         if kind is PackedLinear:
             parameters["weight"] = module.packed.to_dense().float()
         elif isinstance(module, Fp8Linear):
             parameters["weight"] = module.to_dense()
-        module._parameters.update({name: _as_parameter(each) for name, each in parameters.items()})
-        module._buffers.update(buffers)
+        put({name: nn.Parameter(each, requires_grad=False) for name, each in parameters.items()} | buffers)
 
     def restore(*call: Any) -> None:
-        module._parameters.update(own[0])
-        module._buffers.update(own[1])
+        put(own_parameters | own_buffers)
+
+    def put(held: dict[str, Tensor]) -> None:
+        for name, each in held.items():
+            setattr(module, name, each)
 
     if kind is PackedLinear:
         module.__class__ = PackedLinear.swapped_from
@@ -74,9 +80,5 @@ def _convert_calls(module: Any, undone: ExitStack) -> None:
     undone.callback(module.register_forward_hook(restore).remove)
 
 
-def _to_float32(held: Tensor | None) -> Tensor | None:
-    return held.float() if held is not None and held.is_floating_point() and not held.is_meta else held
-
-
-def _as_parameter(held: Tensor | None) -> nn.Parameter | None:
-    return None if held is None else nn.Parameter(held, requires_grad=False)
+def _to_float32(held: Tensor) -> Tensor:
+    return held.float() if held.is_floating_point() and not held.is_meta else held

@@ -312,7 +312,7 @@ def _make_empty_part(directory: Path, name: str, dtype: torch.dtype, keep_fp8: b
     config = read_config(directory)
     adapter, _ = find_adapter(config, directory)
     with _lock, quiet(), torch.device("meta"):
-        part = make_partial_class(find_model_class(config), adapter, name)._from_config(config, dtype=dtype)
+        part = _build_part(config, adapter, name, dtype)
         if fields is not None and keep_fp8:
             convert_to_fp8(part, fields, directory)
     _fit_part(part, adapter, name)
@@ -383,9 +383,13 @@ def _make_plain_part(directory: Path, name: str, dtype: torch.dtype) -> Any:
     config = read_config(directory)
     config.__dict__.pop("quantization_config", None)
     with quiet(), torch.device("meta"):
-        return make_partial_class(find_model_class(config), find_adapter(config, directory)[0], name)._from_config(
-            config, dtype=dtype
-        )
+        return _build_part(config, find_adapter(config, directory)[0], name, dtype)
+
+
+def _build_part(config: Any, adapter: ModelAdapter, name: str, dtype: torch.dtype) -> Any:
+    """Make the modules of a part, without a look at files."""
+    kind = make_partial_class(find_model_class(config), adapter, name)
+    return kind._from_config(config, dtype=dtype)  # only transformers' Auto classes have a public from_config
 
 
 def _fit_part(model: Any, adapter: ModelAdapter, name: str) -> None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from trinity.errors import StageError
+from trinity.stages.kernels.swaps import copy_with
 
 
 class _Given(Exception):
@@ -114,9 +115,8 @@ def forward_features(
     if language:
         twin = _replace(model.base_model, [language], _KeepsEmbeddings(width, pixels, count))
     else:
-        twin = copy.copy(model.base_model)
-        lacking = [name for name, module in twin._modules.items() if module is None]
-        twin._modules = {**twin._modules, **{name: _TextPart(width, pixels) for name in lacking}}
+        lacking = [name for name, module in model.base_model._modules.items() if module is None]  # else unlisted
+        twin = copy_with(model.base_model, {name: _TextPart(width, pixels) for name in lacking})
     accepted = inspect.signature(twin.forward).parameters
     ids = torch.full((1, count), placeholder, device=pixels.device)
     try:
@@ -149,7 +149,6 @@ def forward_logits(model: Any, language: str, below: Any, states: Tensor) -> Ten
 
 def _replace(module: Any, path: Sequence[str], stand_in: nn.Module) -> Any:
     """Copy the modules along ``path``, with ``stand_in`` at its end; all others are shared."""
-    twin, (name, *further) = copy.copy(module), path
-    inner = _replace(module._modules[name], further, stand_in) if further else stand_in
-    twin._modules = {**module._modules, name: inner}
-    return twin
+    name, *further = path
+    inner = _replace(module.get_submodule(name), further, stand_in) if further else stand_in
+    return copy_with(module, {name: inner})

@@ -62,7 +62,7 @@ def make_partial_class(
         def _load_pretrained_model(model: Any, *given: Any, **named: Any) -> Any:
             if adapter.multimodal and late:
                 _drop(model, adapter, part)
-            return whole._load_pretrained_model(model, *given, **named)
+            return whole._load_pretrained_model(model, *given, **named)  # no public method runs behind a quantizer
 
     _name_alike(Part, whole)
     return Part
@@ -106,7 +106,7 @@ def _drop(model: Any, adapter: ModelAdapter, part: str) -> None:
     left = {key for key, _ in model.named_parameters(remove_duplicate=False)}
     tied = {target: source for target, source in model.all_tied_weights_keys.items() if {target, source} <= left}
     model.all_tied_weights_keys = tied
-    model._tied_weights_keys = tied or None
+    model._tied_weights_keys = tied or None  # from_pretrained reads these two, which each model's class has
     model._keys_to_ignore_on_load_unexpected = {".*"}
 
 
@@ -156,9 +156,9 @@ def own_modules(model: nn.Module) -> None:
     shared = {id(each) for found in _list_shared(model) for each in found.modules()}
     copies: dict[int, Any] = {}
     for module in list(model.modules()):
-        for name, child in module._modules.items():
-            if id(child) in shared:
-                module._modules[name] = copy.deepcopy(child, copies)
+        while found := {name: child for name, child in module.named_children() if id(child) in shared}:
+            for name, child in found.items():  # one that has several names comes by one at a time
+                setattr(module, name, copy.deepcopy(child, copies))
 
 
 def _list_shared(model: nn.Module) -> Iterator[nn.Module]:

@@ -117,7 +117,7 @@ def convert_to_fp8(model: Any, fields: dict[str, Any], directory: Path) -> None:
 
     prepare_quantized(model.config, fields, directory, keep=True)
     quantizer: Any = AutoHfQuantizer.from_config(model.config.quantization_config, pre_quantized=True)
-    quantizer._process_model_before_weight_loading(model)
+    quantizer._process_model_before_weight_loading(model)  # its public preprocess_model also marks the model
 
 
 def align_dtypes(model: Any, dtype: torch.dtype) -> None:

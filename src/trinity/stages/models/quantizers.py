@@ -170,14 +170,15 @@ def find_quantised(model: Any, plain: Any) -> list[Any]:
 
 
 def _is_plain(module: Any, own: Any) -> bool:
-    held: dict[str, Any] = module._parameters
-    alike = _name_class(module) == _name_class(own) and module._buffers.keys() == own._buffers.keys()
-    return (
-        alike
-        and not is_altered(module)
-        and held.keys() == own._parameters.keys()
-        and all(map(_is_plain_tensor, held.values()))
-    )
+    held = _list_own(module)
+    named = all(ours.keys() == others.keys() for ours, others in zip(held, _list_own(own), strict=True))
+    alike = named and _name_class(module) == _name_class(own) and not is_altered(module)
+    return alike and all(map(_is_plain_tensor, held[0].values()))
+
+
+def _list_own(module: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """List the parameters and the buffers that a module itself has; those that are None have names, too."""
+    return module._parameters, module._buffers  # torch's public lists leave out what is None
 
 
 def _name_class(module: Any) -> tuple[str, str]:

@@ -110,10 +110,8 @@ def _put(model: Any, place: TensorPlace, region: SharedRegion) -> None:
     for name in place.names:
         path, _, leaf = name.rpartition(".")
         module = model.get_submodule(path)
-        if leaf in module._parameters:
-            module._parameters[leaf] = parameter
-        else:
-            module._buffers[leaf] = value
+        buffers = dict(module.named_buffers(recurse=False, remove_duplicate=False))
+        setattr(module, leaf, value if leaf in buffers else parameter)
 
 
 def _describe_modules(model: Any) -> str:

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 
 from trinity.errors import UnsupportedModel
+from trinity.stages.attention.interface import find_attention_name
 from trinity.stages.models.base import ModelAdapter
 from trinity.stages.models.states import StateLayout, StatePiece, make_stateful_class, place_pieces
 
@@ -80,7 +81,7 @@ def _probe(text: Any) -> _Found:
     cache = _watch_cache(text.config, found)
     device = next(text.parameters()).device
     ids = torch.arange(_TOKENS, device=device)[None]
-    attention = text.config._attn_implementation
+    attention = find_attention_name(text.config)
     text.set_attn_implementation("eager")
     try:
         with _watch_modules(text, found.running):

@@ -17,7 +17,7 @@ from trinity.memory.block_memory import BlockMemory
 from trinity.preprocess.checkpoint.verdicts import MediaFacts
 from trinity.preprocess.media.media_kinds import kind_names
 from trinity.preprocess.processor import ProcessedRequest, RequestProcessor
-from trinity.stages.attention.interface import PAGED_ATTENTION, register_attention
+from trinity.stages.attention.interface import PAGED_ATTENTION, find_attention_name, register_attention
 from trinity.stages.attention.latent import watch_expansions
 from trinity.stages.attention.row_counts import answer_counts
 from trinity.stages.encode import EncodeStage
@@ -188,7 +188,7 @@ class TriedModel:
         watch_expansions(language)
         watch_indexers(language)
         self.adapter.mark_layers(self.loaded.language)
-        own = language.config._attn_implementation
+        own = find_attention_name(language.config)
         set_attention(self.loaded.language, self.adapter, PAGED_ATTENTION)
         try:
             yield
