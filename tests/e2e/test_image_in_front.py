@@ -154,7 +154,7 @@ def test_what_cannot_stand_in_front_is_refused() -> None:
         with pytest.raises(RequestError, match="special tokens"):
             processor.process(Request("<image>a</s>b<|im_end|>", images=[picture(1)], special_tokens=False))
         tokens = count_read(processor, "a red boat")
-        processor._loaded.config.qformer_config.max_position_embeddings = tokens  # of a text that the context holds
+        processor.loaded.config.qformer_config.max_position_embeddings = tokens  # of a text that the context holds
         assert count_read(processor, "a red boat") == tokens
         with pytest.raises(BadMedia, match=rf"reads the text, of {tokens + 1} tokens, and takes {tokens}: shorten"):
             count_read(processor, "a red boat a")

@@ -34,7 +34,7 @@ def processor_of(name: str) -> RequestProcessor:
 
 
 def reader_of(processor: RequestProcessor) -> AudioReader:
-    reader = processor._readers["audio"]
+    reader = processor.readers["audio"]
     assert isinstance(reader, AudioReader)
     return reader
 
@@ -44,7 +44,7 @@ def test_what_is_made_of_a_clip_is_what_the_processor_makes(name: str) -> None:
     processor = processor_of(name)
     found = processor.process(Request("Hear <audio> now", media=[Media("audio", WAV)]))
     whole = Path(checkpoint(name))
-    own, text = own_processor(whole), processor._loaded.placeholders["audio"].marker
+    own, text = own_processor(whole), processor.loaded.placeholders["audio"].marker
     wanted = dict(own(text=[f"Hear {text} now"], audio=[clip_as_read()], return_tensors="pt"))
     assert list(found.work.prompt) == wanted["input_ids"][0].tolist()
     assert {name: value.tolist() for name, value in found.inputs[0].items()} == {

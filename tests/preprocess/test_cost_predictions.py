@@ -175,7 +175,7 @@ class SteppedReader(VideoReader):
 def video_reader(side: int) -> SteppedReader:
     """A reader whose processor makes squares of every frame; 0: it leaves frames about as large as they are."""
     name = "llava_onevision" if side else "qwen2_vl"
-    loaded = RequestProcessor(checkpoint(name), limits=LIMITS)._loaded
+    loaded = RequestProcessor(checkpoint(name), limits=LIMITS).loaded
     sizes: dict[str, int] = {"height": side, "width": side} if side else {"shortest_edge": 1, "longest_edge": 1 << 30}
     loaded.processor.video_processor.size = SizeDict(**sizes)
     return SteppedReader(loaded, LIMITS)

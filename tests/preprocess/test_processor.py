@@ -267,7 +267,7 @@ def test_a_tokenizers_answer_for_a_processor_is_kept_and_never_written_to() -> N
 
 @pytest.mark.parametrize("name", MULTIMODAL)
 def test_channels_are_apart_in_memory_before_they_are_rescaled(name: str) -> None:
-    own, seen = processor_of(name)._loaded.processor.image_processor, list[bool]()
+    own, seen = processor_of(name).loaded.processor.image_processor, list[bool]()
     assert type(own).__name__ == type(oracle_of(name).image_processor).__name__
     assert own.to_dict() == oracle_of(name).image_processor.to_dict()
     given = np.random.default_rng(0).integers(0, 255, (20, 30, 3), dtype=np.uint8)

@@ -251,7 +251,7 @@ async def test_markup_and_types_of_the_program_hold_in_the_process(monkeypatch: 
     made = await asyncio.to_thread(KillableProcessor, model, limits=MediaLimits(processes=1))
     try:
         request = Request("<image> x", images=[b"x"])
-        assert made._loaded.placeholders == threads._loaded.placeholders
+        assert made.loaded.placeholders == threads.loaded.placeholders
         setup = made.origin._setup
         assert (setup.registered, setup.markup) == (True, ImageText(marker="(({token}))"))
         with pytest.raises(RequestError, match="image 1 of 1"):

@@ -71,5 +71,5 @@ def test_such_tokens_see_an_image_behind_them_and_the_text_between_does_not() ->
 )
 def test_what_no_chunk_may_cut_ends_with_the_last_of_them(whole_prompt: bool, together: Any, whole: int) -> None:
     processor: Any = RequestProcessor.__new__(RequestProcessor)
-    processor._loaded = SimpleNamespace(whole_prompt=whole_prompt, together=frozenset(together))
+    processor.loaded = SimpleNamespace(whole_prompt=whole_prompt, together=frozenset(together))
     assert processor._count_whole(IDS) == whole

@@ -8,6 +8,6 @@ from trinity.preprocess.processor import RequestProcessor
 
 def image_reader(processor: RequestProcessor) -> ImageReader:
     """Return the processor's reader of images."""
-    reader = processor._readers["image"]
+    reader = processor.readers["image"]
     assert isinstance(reader, ImageReader)
     return reader

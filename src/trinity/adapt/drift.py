@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from copy import copy
+from copy import deepcopy
 from itertools import islice
 
 import msgspec
@@ -112,9 +112,7 @@ class PageHinkley:
 
     def copy(self) -> PageHinkley:
         """Copy the test, to add values that may yet turn out to be others."""
-        other = copy(self)
-        other._sums, other._added = self._sums.copy(), self._added.copy()
-        return other
+        return deepcopy(self)
 
     def _lasts(self, added: list[float]) -> bool:
         """Check if what was added is enough without the burst that added most."""

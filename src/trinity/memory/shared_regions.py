@@ -94,11 +94,13 @@ class HostRegion:
     Its pages are mapped read-only from the first on, so that a write to a tensor of it ends the process.
     """
 
-    def __init__(self, file: int, size: int) -> None:
+    def __init__(self, file: int, size: int, writing: int | None = None) -> None:
         self.file, self.size, self._writing = file, size, -1
         weakref.finalize(self, os.close, file)
         self._end_writing: Callable[[], object] = lambda: None
         self._bytes = _map_pages(file, size)
+        if writing is not None:  # is the caller's to close until all else is there
+            self._writing, self._end_writing = writing, weakref.finalize(self, os.close, writing)
 
     @classmethod
     def make(cls, size: int) -> HostRegion:
@@ -106,12 +108,10 @@ class HostRegion:
         writing = os.memfd_create("trinity-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.ftruncate(writing, size)
-            made = cls(os.open(f"/proc/self/fd/{writing}", os.O_RDONLY | os.O_CLOEXEC), size)
+            return cls(os.open(f"/proc/self/fd/{writing}", os.O_RDONLY | os.O_CLOEXEC), size, writing)
         except BaseException:
             os.close(writing)
             raise
-        made._writing, made._end_writing = writing, weakref.finalize(made, os.close, writing)
-        return made
 
     @classmethod
     def open(cls, file: int, size: int) -> HostRegion:

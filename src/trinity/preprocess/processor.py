@@ -108,6 +108,8 @@ class RequestProcessor:
 
     - ``model_type``: transformers' name of the architecture.
     - ``context_length``: tokens of prompt and output together.
+    - ``loaded``: its tokenizer, processor and config, as ``load_tokenizer_and_processor`` reads them.
+    - ``at_once``: images that it reads at a time for one request.
     - ``tokenizer``: the model's.
     - ``eos_ids``: token ids that end an output.
     - ``defaults``: what the checkpoint says of requests that leave something open.
@@ -138,12 +140,12 @@ class RequestProcessor:
     ) -> None:
         self.limits, self.strips = limits or MediaLimits(), strips
         given = ignore_generation_config, processor, transparency
-        self._loaded = load_tokenizer_and_processor(Path(model_dir), *given)
-        self._kinds = [kind for kind in list_kinds() if kind.name in self._loaded.placeholders]
-        self.readers = self._readers = {kind.name: kind.open_reader(self._loaded, self.limits) for kind in self._kinds}
+        self.loaded = load_tokenizer_and_processor(Path(model_dir), *given)
+        self._kinds = [kind for kind in list_kinds() if kind.name in self.loaded.placeholders]
+        self.readers = self._readers = {kind.name: kind.open_reader(self.loaded, self.limits) for kind in self._kinds}
         self._fetcher = UrlFetcher(self.limits, find_fetch_rules)
-        self.sampling_door = SamplingDoor(Path(model_dir), self._loaded.config)
-        self._at_once = threads  # items that are read at a time
+        self.sampling_door = SamplingDoor(Path(model_dir), self.loaded.config)
+        self.at_once = threads  # items that are read at a time
         self._text_lane = PreparationLane("trinity-processor-text", threads)
         self._media_lane = PreparationLane("trinity-processor-media", threads)
         self.lanes = {
@@ -151,18 +153,18 @@ class RequestProcessor:
             "preparing media": (self._media_lane, self.limits.preprocess_timeout_s),
         }
         self.room, self._closed = SharedRoom(MOST_PREPARED_BYTES, self.limits.preprocess_timeout_s), False
-        config, writer = self._loaded.config, self._loaded.writer
+        config, writer = self.loaded.config, self.loaded.writer
         self.model_type: str = config.model_type
-        self.context_length: int = _context_length(config, self._loaded.tokenizer)
+        self.context_length: int = _context_length(config, self.loaded.tokenizer)
         self.vocabulary: int | None = getattr(config.get_text_config(), "vocab_size", None)
         self.defaults = load_generation_defaults(Path(model_dir), self.vocabulary, ignore_generation_config, writer)
-        self._prompt_tokenizer = PromptTokenizer(self._loaded, self.vocabulary, self._readers.get("image"))
-        self._prompt_reader = PromptReader(self._loaded)
-        self.tokenizer: Any = self._loaded.tokenizer
-        self.eos_ids: frozenset[int] = self._loaded.eos_ids
-        self.media_token_ids: frozenset[int] = self._loaded.media_token_ids
-        self.pools_images = self._loaded.pools_images
-        self.media_kinds: frozenset[str] = frozenset(self._loaded.placeholders)
+        self._prompt_tokenizer = PromptTokenizer(self.loaded, self.vocabulary, self._readers.get("image"))
+        self._prompt_reader = PromptReader(self.loaded)
+        self.tokenizer: Any = self.loaded.tokenizer
+        self.eos_ids: frozenset[int] = self.loaded.eos_ids
+        self.media_token_ids: frozenset[int] = self.loaded.media_token_ids
+        self.pools_images = self.loaded.pools_images
+        self.media_kinds: frozenset[str] = frozenset(self.loaded.placeholders)
         self.multimodal = bool(self.media_kinds)
 
     def process(self, request: Request) -> ProcessedRequest:
@@ -193,7 +195,7 @@ class RequestProcessor:
         Raises ``BadMedia`` for an item, and ``RequestTooLarge`` for a sum, beyond ``MediaLimits.max_media_cpu_s`` or
         ``max_media_bytes``.
         """
-        return self._sum_cost(request.request_id, request.all_media(), self._at_once)
+        return self._sum_cost(request.request_id, request.all_media(), self.at_once)
 
     def _sum_cost(self, request: str, media: Sequence[Media], at_once: int) -> MediaCost:
         counts, prices = Counter(item.kind for item in media), []
@@ -259,7 +261,7 @@ class RequestProcessor:
         parsed = self._parse(request)
         if not parsed.media:
             return self._read_all(parsed)
-        return parsed, self._sum_cost(request.request_id, parsed.media, self._at_once).bytes
+        return parsed, self._sum_cost(request.request_id, parsed.media, self.at_once).bytes
 
     async def _read_items(self, parsed: _ParsedRequest, visit: LaneVisit) -> list[MediaItem]:
         """Read all media of a request in parallel. If one fails, cancel the others and leave none running."""
@@ -320,7 +322,7 @@ class RequestProcessor:
         """Take the media out of a checked request's chat. Raises what is wrong with any before one is read."""
         with _own_errors(request.request_id), _prompt_errors(request.request_id):
             request = take_media(request)
-        admit_media(request, request.all_media(), self._loaded, self._kinds, self.limits)
+        admit_media(request, request.all_media(), self.loaded, self._kinds, self.limits)
         return request
 
     def _parse(self, request: Request) -> _ParsedRequest:
@@ -357,7 +359,7 @@ class RequestProcessor:
             counts = len(ids), sum(item.tokens for item in items)
             said = explain_length(*counts, self.context_length, limit, parsed.text.kinds)
             raise RequestTooLarge(said, request.request_id)
-        where, loaded = self._find_placeholders(request, ids, items), self._loaded
+        where, loaded = self._find_placeholders(request, ids, items), self.loaded
         if loaded.tiles and self.strips > 1:
             items = cut_items(items, where, self.strips, loaded.tiles, loaded.config)
         items = cut_videos(mark_beside(items, loaded.beside), loaded.video_tail)
@@ -402,7 +404,7 @@ class RequestProcessor:
             raise RequestError(text, parsed.request.request_id) from exc
 
     def _find_placeholders(self, request: Request, ids: Sequence[int], items: Sequence[MediaItem]) -> list[int]:
-        if self._loaded.in_front:  # whatever ids stand there, and wherever else these are
+        if self.loaded.in_front:  # whatever ids stand there, and wherever else these are
             return [row for item in items for row in item.rows]
         where = [position for position, token in enumerate(ids) if token in self.media_token_ids]
         expected = sum(item.tokens for item in items)
@@ -431,7 +433,7 @@ class RequestProcessor:
             offset=offset,
             length=length,
             content=add_salt(item.content, salt),
-            atomic=self._loaded.atomic and item.kind == "image",
+            atomic=self.loaded.atomic and item.kind == "image",
             meta=item.meta,
             width=item.width,
             height=item.height,
@@ -441,13 +443,13 @@ class RequestProcessor:
 
     def _count_whole(self, ids: Sequence[int]) -> int:
         """Count the first tokens of a prompt among which some see later ones, beyond one image: ``MediaSpan.whole``."""
-        if self._loaded.whole_prompt:
+        if self.loaded.whole_prompt:
             return len(ids)
-        return max((at + 1 for at, number in enumerate(ids) if number in self._loaded.together), default=0)
+        return max((at + 1 for at, number in enumerate(ids) if number in self.loaded.together), default=0)
 
     def _stop_ids(self, sampling: Sampling) -> tuple[frozenset[int], frozenset[int]]:
         """List the tokens that end the output, and others that do so because a stop string is one."""
-        own, special = frozenset() if sampling.ignore_eos else self.eos_ids, self._loaded.special_ids
+        own, special = frozenset() if sampling.ignore_eos else self.eos_ids, self.loaded.special_ids
         ends = own.union(sampling.stop_token_ids)
         return ends, frozenset(special[text] for text in sampling.stop or () if text in special) - ends
 

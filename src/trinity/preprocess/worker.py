@@ -80,15 +80,15 @@ class WorkerSetup(msgspec.Struct, frozen=True):
         """Describe the parent's processor."""
         kind = processor.model_type
         markup, registered = IMAGE_TEXT.get(kind), kind in model_types.registered
-        rest = (processor_fingerprint(processor), processor.strips, pack_processor(own), processor._loaded.transparency)
+        rest = (processor_fingerprint(processor), processor.strips, pack_processor(own), processor.loaded.transparency)
         return WorkerSetup(model_dir, processor.limits, ignore, kind, markup, registered, *rest)
 
 
 def processor_fingerprint(processor: RequestProcessor) -> str:
     """Hash what decides the tokens, the pixels and the end of a request beside the request itself."""
-    loaded = processor._loaded
+    loaded = processor.loaded
     templates = [getattr(each, "chat_template", None) for each in (loaded.processor, loaded.tokenizer)]
-    readers = sorted((name, each.fingerprint) for name, each in processor._readers.items())
+    readers = sorted((name, each.fingerprint) for name, each in processor.readers.items())
     parts = [
         (type(loaded.config).__name__, type(loaded.tokenizer).__name__, type(loaded.processor).__name__),
         (processor.model_type, processor.context_length, processor.vocabulary, readers),
@@ -292,7 +292,7 @@ def _load(setup: WorkerSetup) -> RequestProcessor:
     given |= {"processor": pickle.loads(setup.own), "transparency": setup.transparency}
     processor = RequestProcessor(setup.model_dir, **given)  # type: ignore[arg-type]
     _compare(processor, setup)
-    processor._at_once = 1
+    processor.at_once = 1
     return processor
 
 

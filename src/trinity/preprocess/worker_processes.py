@@ -355,7 +355,7 @@ class KillableProcessor(RequestProcessor):
             processor=processor,
             transparency=transparency,
         )
-        self._at_once = 1  # of a request, in its process
+        self.at_once = 1  # of a request, in its process
         setup = WorkerSetup.of(self, str(Path(model_dir).absolute()), ignore_generation_config, processor)
         self.origin = WorkerOrigin(self, setup)
         self._workers = {

@@ -126,7 +126,7 @@ def test_a_strip_is_named_by_content_and_range(name: str) -> None:
 
 @pytest.mark.parametrize("name", TILED)
 def test_what_does_not_add_up_stays_whole(name: str) -> None:
-    loaded = processor_of(name, 1)._loaded
+    loaded = processor_of(name, 1).loaded
     item = image_reader(processor_of(name, 1)).read(picture(5, 260, 250))
     layout = IMAGE_TEXT[name].tiles
     places = list(range(item.tokens + 7))

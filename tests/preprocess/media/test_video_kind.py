@@ -27,7 +27,7 @@ def processor(name: str, **limits: Any) -> RequestProcessor:
 
 
 def reader(name: str) -> VideoReader:
-    found = processor(name)._readers["video"]
+    found = processor(name).readers["video"]
     assert isinstance(found, VideoReader)
     return found
 
@@ -106,7 +106,7 @@ def test_what_a_processor_would_make_of_narrow_frames_is_known_before(monkeypatc
 
     narrow = Clip(np.zeros((6, 8, 3000, 3), np.uint8), 2.0)
     made = RequestProcessor(checkpoint("llava_onevision"), limits=MediaLimits(max_video_pixels=1_000_000))
-    made._loaded.processor.video_processor.size = SizeDict(shortest_edge=42)
+    made.loaded.processor.video_processor.size = SizeDict(shortest_edge=42)
     resized = list[tuple[int, ...]]()
     real = torch_pixels.resize
 
@@ -132,7 +132,7 @@ def test_a_clip_that_is_longer_than_the_context_is_too_large() -> None:
 def test_the_backend_is_part_of_a_key(monkeypatch: pytest.MonkeyPatch) -> None:
     before = reader("qwen2_vl").fingerprint
     monkeypatch.setattr("trinity.preprocess.media.video_kind.backend_name", lambda: "another one 1.0")
-    assert VideoReader(processor("qwen2_vl")._loaded, MediaLimits()).fingerprint != before
+    assert VideoReader(processor("qwen2_vl").loaded, MediaLimits()).fingerprint != before
 
 
 def test_a_clip_for_profiling_is_made() -> None:

@@ -212,7 +212,7 @@ def test_threads_that_start_at_once_leave_the_size_of_a_stack_as_it_was(monkeypa
 
 def test_a_form_that_only_banned_tokens_can_begin_is_refused() -> None:
     processor = RequestProcessor(checkpoint("llama"))
-    yes, no = ((processor._loaded.tokenizer.convert_tokens_to_ids(letter),) for letter in "YN")
+    yes, no = ((processor.loaded.tokenizer.convert_tokens_to_ids(letter),) for letter in "YN")
 
     async def ask(**banned: Any) -> None:
         await processor.aprocess(Request("a", sampling=Sampling(structured=Structured(regex="Y+|N+"), **banned)))

@@ -47,18 +47,18 @@ class Slots:
 class StagePeers(tuple[PeerUp, ...]):
     """Instances in order, which may be looked at as any tuple, and as sets of them."""
 
-    _slots: Slots
+    slots: Slots
 
     @classmethod
     def of(cls, peers: Iterable[PeerUp], slots: Slots) -> Self:
         """Take these instances, which must be in the order of their slots, and stay that while this is in use."""
         made = cls(peers)
-        made._slots = slots
+        made.slots = slots
         return made
 
     @cached_property
     def _at(self) -> dict[int, PeerUp]:
-        return {self._slots.bit(peer.name): peer for peer in self}
+        return {self.slots.bit(peer.name): peer for peer in self}
 
     @cached_property
     def mask(self) -> int:
@@ -113,7 +113,7 @@ class StagePeers(tuple[PeerUp, ...]):
         """Select those of a set, in order."""
         if mask == self.mask:
             return self
-        return StagePeers.of([self._at[bit] for bit in bits_of(mask & self.mask)], self._slots)
+        return StagePeers.of([self._at[bit] for bit in bits_of(mask & self.mask)], self.slots)
 
     def nth(self, mask: int, number: int) -> PeerUp:
         """The one that comes after ``number`` others of a set."""

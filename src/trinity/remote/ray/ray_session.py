@@ -49,21 +49,26 @@ class RaySession:
         session = cls(process)
         bundles = [(bundle.names, bundle.resources) for bundle in group.bundles]
         config = {"address": address, "bundles": bundles, "strategy": group.strategy}
-        session._write({**config, "threads": threads, "timeout_s": timeout_s})
+        await session.join({**config, "threads": threads, "timeout_s": timeout_s})
+        return session
+
+    async def join(self, config: dict[str, Any]) -> None:
+        """Have the driver join the cluster and place the bundles; the process ends where that fails. See ``open``."""
+        within_s = config["timeout_s"] + RAY_JOIN_S
+        self._write(config)
         try:
-            async with asyncio.timeout(timeout_s + RAY_JOIN_S):
-                opened = await session._read_line()
+            async with asyncio.timeout(within_s):
+                opened = await self._read_line()
         except TimeoutError as error:
-            await session._kill()
-            raise PeerLost(f"Ray at {address} gave no answer within {timeout_s + RAY_JOIN_S:g} s", "control") from error
+            await self._kill()
+            raise PeerLost(f"Ray at {config['address']} gave no answer within {within_s:g} s", "control") from error
         except BaseException:
-            await session._kill()
+            await self._kill()
             raise
         if "failed" in opened:
-            await session.aclose()
+            await self.aclose()
             raise _make_error(opened["failed"], opened["kind"])
-        session._reading = asyncio.ensure_future(session._read())
-        return session
+        self._reading = asyncio.ensure_future(self._read())
 
     async def ask(self, order: dict[str, Any], timeout_s: float) -> dict[str, Any]:
         """Give an order and return its answer. Raises ``PeerLost`` or ``ConfigError``, within the time given."""

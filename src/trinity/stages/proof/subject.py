@@ -78,12 +78,12 @@ class Subject:
                 raise
             raise Differs("weights", "some have other shapes than the model of this config") from error
         subject, other = cls(directory, model.eval().requires_grad_(False), make_adapter), report["mismatched_keys"]
-        if lacking := sorted([*map(str, other), *subject._list_needed(report["missing_keys"])]):
+        if lacking := sorted([*map(str, other), *subject.list_needed(report["missing_keys"])]):
             subject.close()
             raise Differs("weights", f"the files lack {len(lacking)} of them, among them {', '.join(lacking[:3])}")
         return subject
 
-    def _list_needed(self, names: Collection[str]) -> list[str]:
+    def list_needed(self, names: Collection[str]) -> list[str]:
         """List those of the tensors ``names``, which the files lack, on which tokens may depend: all of a text model's.
 
         The others are of a tower, and the model's own logits of prompts with images are the same without them.
