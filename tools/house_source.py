@@ -20,7 +20,10 @@ from typing import NamedTuple
 
 Edge = tuple[str, str]
 DOCUMENTED_NAME = re.compile(r"^\.\. auto\w+:: ([\w.]+)", re.MULTILINE)
-PUBLIC_IN_PYTHON = {"_replace", "_asdict", "_fields", "_make", "_exit", "_getframe"}  # documented, in spite of its name
+PUBLIC_IN_PYTHON = {  # documented, in spite of its name: by Python, and by IPython for notebooks
+    *("_replace", "_asdict", "_fields", "_make", "_exit", "_getframe", "_current_frames"),
+    "_repr_html_",
+}
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
