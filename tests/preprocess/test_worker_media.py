@@ -155,7 +155,7 @@ def refused(folder: Path) -> dict[str, Callable[[], Any]]:
 async def answer(processor: RequestProcessor, *given: Any) -> tuple[Any, ...]:
     request = Request("<image> x" * len(given), images=given, sampling=Sampling(seed=1), request_id="one")
     try:
-        made = await processor.aprocess(request)
+        made = await processor.aprocess(check_request(request))
     except RequestError as error:
         return type(error), str(error)
     inputs = [(name, torch.as_tensor(value).tolist()) for each in made.inputs for name, value in each.items()]

@@ -54,7 +54,9 @@ class EmulatedProcessor(RequestProcessor):
 
     def process(self, request: Request) -> ProcessedRequest:
         """Process a request. Raises ``BadMedia``, ``RequestTooLarge`` or ``RequestError`` with the request's id."""
-        request = check_request(request)
+        return self._process(check_request(request))
+
+    def _process(self, request: Request) -> ProcessedRequest:
         if not isinstance(request, EmulatedRequest):
             text = "an emulated pipeline takes counts, not text: give a trinity.emulation.model.EmulatedRequest"
             raise RequestError(text, request.request_id)
@@ -85,7 +87,7 @@ class EmulatedProcessor(RequestProcessor):
         if self._closed:
             raise ClosedError("the request processor is closed")
         with own_errors(request.request_id, "reading the counts"):
-            return self.process(request)
+            return self._process(request)
 
     def close(self) -> None:
         self._closed = True

@@ -500,7 +500,8 @@ async def prepare_again(request: Request, life: str, processor: RequestProcessor
     content by now: ``Prepared.contents`` tells. Raises nothing.
     """
     try:
-        made = await processor.aprocess(request)
+        # one that was adopted comes from a journal
+        made = await processor.aprocess(await run_beside_loop(check_request, request))
     except TrinityError as error:
         kind = type(error).__name__ if isinstance(error, RequestError) else "RequestError"
         text = f"an instance was lost with the request, and its media cannot be read once more: {error}"

@@ -213,15 +213,14 @@ class RequestProcessor:
         return reader.price_source(item.source, among) if isinstance(reader, PricedReader) else Price(0.0)
 
     async def aprocess(self, request: Request) -> ProcessedRequest:
-        """Process a request like ``process``, on the processor's threads, with images and requests in parallel.
+        """Process a request that ``check_request`` has passed, with images and requests in parallel, on threads.
 
         Requests of media, and very long texts, wait for each other on a lane of their own: none of them is waited for
         by others. Clients have fair turns. Media wait for bytes that others take, for ``preprocess_timeout_s`` at most,
         and so do URLs before they are fetched.
         Raises ``ClosedError`` after ``close()``, ``Overloaded``, and the errors of ``process``.
         """
-        checked = await run_beside_loop(check_request, request)
-        checked = await self.sampling_door.admit(checked, self._stop_ids, self.defaults)
+        checked = await self.sampling_door.admit(request, self._stop_ids, self.defaults)
         checked = await run_beside_loop(self._admit, checked)
         if self._reads_first and any(is_url(item.source) for item in checked.all_media()):
             async with self._text_lane.visit(request.client) as visit:  # what its text makes wrong, before a fetch

@@ -150,7 +150,7 @@ def processor() -> Iterator[RequestProcessor]:
 
 async def refusal(processor: RequestProcessor, **sampling: Any) -> str:
     with pytest.raises(RequestError) as caught:
-        await processor.aprocess(Request("a", sampling=Sampling(**sampling), request_id="mine"))
+        await processor.aprocess(check_request(Request("a", sampling=Sampling(**sampling), request_id="mine")))
     assert caught.value.request_id == "mine"
     return str(caught.value)
 
@@ -160,7 +160,7 @@ async def test_the_door_names_what_is_wrong(processor: RequestProcessor, monkeyp
     assert "unknown logits processor 'nobodys'" in await refusal(processor, logits_processor="nobodys")
     assert "ignore_eos" in await refusal(processor, structured=form, ignore_eos=True)
     assert "uniqueItems" in await refusal(processor, structured=Structured(json_schema={"uniqueItems": True}))
-    found = await processor.aprocess(Request("a", sampling=Sampling(structured=form)))
+    found = await processor.aprocess(check_request(Request("a", sampling=Sampling(structured=form))))
     assert found.work.sampling.structured == "json_schema:" + json.dumps(POINT)
     monkeypatch.setitem(sys.modules, "llguidance", None)
     monkeypatch.setattr(grammars, "find_spec", lambda name: None)
