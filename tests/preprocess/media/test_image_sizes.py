@@ -22,6 +22,7 @@ from trinity.errors import BadMedia, RequestTooLarge
 from trinity.preprocess.media import image_sizes
 from trinity.preprocess.media.image_reader import ImageReader
 from trinity.preprocess.media.image_sizes import ImageTooLarge, count_bytes, guard_resizes, predict_pixels, resized
+from trinity.preprocess.media.media_costs import unit_s
 from trinity.preprocess.media_limits import Estimate, MediaBudget, MediaLimits, MediaProblem, TooManyTokens
 from trinity.preprocess.processor import RequestProcessor
 from trinity.request import Media, Request
@@ -181,6 +182,8 @@ def test_predicted_tokens_are_those_that_come(name: str) -> None:
 
 def test_too_many_tokens_are_refused_before_anything_is_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     processor = RequestProcessor(checkpoint("llava"), limits=MediaLimits(max_prompt_tokens=15))
+    Image.init()  # one of its plugins loads an image when it is imported
+    unit_s()  # decodes the reference of prices, once in a process
     monkeypatch.setattr(Image.Image, "load", lambda *_: pytest.fail("decoded"))
     with pytest.raises(RequestTooLarge, match=r"at least 16 tokens, and a prompt may have 15"):
         processor.process(Request("<image>", images=[png(60, 60)]))
