@@ -40,13 +40,23 @@ def test_alarms_of_those_that_have_gone_are_dropped_behind_one_that_stays() -> N
     assert len(alarms._heap) <= SPARE + 8
 
 
-def test_an_alarm_outlives_the_others_though_its_sleeper_is_not_known_yet() -> None:
-    sleepers: dict[str, Sleeper] = {}
-    alarms = Alarms(sleepers)
+def test_alarms_outlive_the_others_though_their_sleeper_is_not_known_yet() -> None:
+    class Known:
+        def __init__(self, *at: float) -> None:
+            self.at = at
+
+        def is_due(self, at: float) -> bool:
+            return at in self.at
+
+    known: dict[str, Known] = {}
+    alarms = Alarms(known)
     for number in range(4 * SPARE):
-        alarms.set(2.0 + number, "new")
-        sleepers["new"] = Sleeper(2.0 + number)
-        assert alarms.next() == 2.0 + number, "a request of which it is the only alarm would wait for ever"
-        del sleepers["new"]
-        for other in range(number % 3):
-            alarms.set(1e6 + other, "gone")
+        retry, end = 2.0 + number, 1e4 + number
+        alarms.set(retry, "new")
+        alarms.set(end, "new")
+        known["new"] = Known(retry, end)
+        assert alarms.next() == retry
+        known["new"] = Known(end)
+        assert alarms.next() == end, "a request of which it is the only alarm would wait for ever"
+        del known["new"]
+        alarms.set(1e6, "gone")

@@ -24,10 +24,8 @@ class Alarms:
         self._heap: list[tuple[float, str]] = []
 
     def set(self, at: float, name: str) -> None:
-        if len(self._heap) >= SPARE + 4 * len(self._sleepers):  # most are of those that have ended
-            self._heap = [each for each in self._heap if self._is_due(*each)]
-            heapq.heapify(self._heap)
-        if at < inf:  # behind that: who sets it may not be among the sleepers yet
+        """Set an alarm, also for one who is not among the sleepers before the event has been handled."""
+        if at < inf:
             heapq.heappush(self._heap, (at, name))
 
     def _is_due(self, at: float, name: str) -> bool:
@@ -35,6 +33,9 @@ class Alarms:
 
     def next(self) -> float | None:
         """Clock time of the next alarm; None for none."""
+        if len(self._heap) > SPARE + 4 * len(self._sleepers):  # most are of those that have ended
+            self._heap = [each for each in self._heap if self._is_due(*each)]
+            heapq.heapify(self._heap)
         while self._heap:
             at, name = self._heap[0]
             if self._is_due(at, name):
