@@ -37,14 +37,14 @@ LONG_TESTS = (
     "tests/core/instance/",
     "tests/core/migration/",
     "tests/core/test_deaths.py::test_every_interleaving_with_deaths_keeps_the_invariants",
-    "tests/core/test_departures.py::test_each_rule_is_needed",
+    "tests/core/frontend/test_decode_moves.py::test_each_rule_is_needed",
     "tests/core/test_reused_ids.py::test_an_id_may_be_used_again_at_once",
     "tests/pipeline/test_request_map.py::test_each_request_has_its_result_once",
-    "tests/remote/test_prepared_lives.py::test_closed_or_removed_at_any_moment_no_process_is_left",
-    "tests/remote/test_supervisor_core.py::test_any_number_of_faults_at_random",
-    "tests/remote/test_supervisor_core.py::test_any_two_faults_at_any_two_moments[D",
-    "tests/remote/test_supervisor_core.py::test_any_two_faults_at_any_two_moments[P",
-    "tests/remote/test_supervisor_core.py::test_any_two_faults_at_any_two_moments[launcher",
+    "tests/remote/supervision/test_prepared_lives.py::test_closed_or_removed_at_any_moment_no_process_is_left",
+    "tests/remote/supervision/test_supervisor_core.py::test_any_number_of_faults_at_random",
+    "tests/remote/supervision/test_supervisor_core.py::test_any_two_faults_at_any_two_moments[D",
+    "tests/remote/supervision/test_supervisor_core.py::test_any_two_faults_at_any_two_moments[P",
+    "tests/remote/supervision/test_supervisor_core.py::test_any_two_faults_at_any_two_moments[launcher",
 )
 
 # Writes mutants/ and no more, which mutmut has no command for.

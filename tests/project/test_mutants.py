@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import tomllib
+from pathlib import Path
+
 import pytest
 
 from tools import mutants
@@ -87,15 +90,15 @@ def test_the_changed_line_of_a_mutant() -> None:
 def test_a_share_that_is_recorded_needs_no_reasons_but_must_not_fall() -> None:
     found = {f"trinity.core.frontend.x_f__mutmut_{number}": "killed" for number in range(80)}
     found |= {f"trinity.core.frontend.x_f__mutmut_{number}": "survived" for number in range(80, 100)}
-    found["trinity.core.frontend.turns.x_f__mutmut_1"] = "killed"
+    found["trinity.core.scheduler.x_f__mutmut_1"] = "killed"
     lines, good = mutants.report(found, {}, [], [mutants.Share("core.frontend*", 330, 400)])
     assert good, "82.5 % of 400 and 80 % of 100 differ by less than chance"
     assert lines[-1] == "core.frontend*: 80.0 % are killed, 82.5 % before"
     lines, good = mutants.report(found, {}, [], [mutants.Share("core.frontend*", 380, 400)])
     assert not good
     assert lines[-1] == "core.frontend*: 80.0 % are killed, 95.0 % before: that is less"
-    found["trinity.core.frontend.turns.x_f__mutmut_1"] = "survived"
-    diffs = {"trinity.core.frontend.turns.x_f__mutmut_1": "return 2"}
+    found["trinity.core.scheduler.x_f__mutmut_1"] = "survived"
+    diffs = {"trinity.core.scheduler.x_f__mutmut_1": "return 2"}
     lines, good = mutants.report(found, diffs, [], [mutants.Share("core.frontend*", 330, 400)])
     assert not good, "others need a reason and nine killed of ten, as before"
     assert lines[-1] == "fewer than 90 % are killed"
@@ -137,3 +140,13 @@ def test_a_draw_is_the_same_each_time_and_after_functions_have_moved() -> None:
 def test_mutants_that_were_not_run_can_be_drawn() -> None:
     assert len(mutants.unchecked(RESULTS)) == 6
     assert mutants.unchecked(RESULTS)[4] == "trinity.core.block_pool.x_media_keys__mutmut_3"
+
+
+def test_what_mutants_are_made_of_and_run_by_is_there() -> None:
+    root = Path(mutants.__file__).parent.parent
+    settings = tomllib.loads((root / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["mutmut"]
+    named = [*settings["pytest_add_cli_args_test_selection"], *mutants.LONG_TESTS, *settings["do_not_mutate"]]
+    paths = [each.removeprefix("--deselect=").partition("::")[0] for each in named]
+    gone = [each for each in paths if not each.startswith("-") and not (root / each).exists()]
+    assert not gone, "moved or removed: name them anew"
+    assert [each for each in settings["only_mutate"] if not list(root.glob(each))] == []

@@ -22,7 +22,7 @@ FAILED_BEFORE = (
     "tests/benchmarks/test_bench_gpu.py",
     "tests/benchmarks/test_bench_scale_live.py",
     "tests/core/test_broken_cores.py",
-    "tests/preprocess/test_grammar_trials.py",
+    "tests/preprocess/text/test_grammar_trials.py",
     "tests/project/test_demo.py",
     "tests/transport/test_networks.py",
     "tests/transport/test_nixl_push.py",
