@@ -6,14 +6,14 @@ namespace trinity::sim {
 
 namespace {
 
-// Of so many units alone, in steps no larger than the budget: core/rates.py, StepRates.seconds.
+// Of so many units alone, in steps no larger than the budget: core/instance/rates.py, StepRates.seconds.
 double step_seconds(const Cost &cost, uint8_t stage, int64_t count) {
     return cost.seconds(stage == DECODES ? count : 0, stage == PREFILLS ? count : 0, stage == ENCODES ? count : 0);
 }
 
 } // namespace
 
-// trinity/routing.py, needs: the stages that follow without a gap on the same instance count as well.
+// core/routing/stage_peers.py, needs: the stages that follow without a gap on the same instance count as well.
 bool Router::fits(int peer, uint8_t stage, const Request &request) const {
     const Setup &setup = w.setups[peer];
     uint8_t stages = stage;
@@ -74,7 +74,7 @@ double Router::seconds(int peer, uint8_t stage) const {
     return double(count / budget) * step_seconds(cost, stage, budget) + (rest ? step_seconds(cost, stage, rest) : 0.0);
 }
 
-// Units that wait or run there, core/loads.py, or are on their way.
+// Units that wait or run there, core/instance/loads.py, or are on their way.
 int64_t Router::queued(int peer, uint8_t stage) const {
     int64_t count = w.sent[peer][stage];
     for (int32_t number : w.living[peer]) {

@@ -61,7 +61,7 @@ class Oracle:
 
         multimodal = self._loaded.processor is not None
         auto: Any = transformers.AutoModelForImageTextToText if multimodal else transformers.AutoModelForCausalLM
-        listed = not multimodal or type(self._loaded.config) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+        listed = not multimodal or type(self._loaded.config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
         if "audio" in self._loaded.placeholders or not listed:  # others of transformers' lists have it, some several
             (named,) = self._loaded.config.architectures
             auto = getattr(transformers, named)

@@ -1,4 +1,4 @@
-"""Depth 2: the next step of a lane is decided while one runs, before its tokens are known (core/lanes.py)."""
+"""Depth 2: the next step of a lane is decided while one runs, before its tokens are known (core/instance/lanes.py)."""
 
 from __future__ import annotations
 

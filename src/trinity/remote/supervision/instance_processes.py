@@ -377,9 +377,6 @@ class InstanceSupervisor:
                 logger.exception("the supply of instances was not closed")
 
 
-logger = logging.getLogger("trinity")
-
-
 class HealthChanges:
     """States that a program knows, and its function that hears of others; None: nobody listens."""
 
