@@ -126,7 +126,7 @@ def profile_alone(directory: Path, roles: str, out: Path, counts: dict[str, Any]
     processor = make_processor(directory)
     try:
         profile_copies(
-            ServingConfig(directory, "float32", cache=CacheConfig(pools=POOLS)),
+            ServingConfig(directory, dtype="float32", cache=CacheConfig(pools=POOLS)),
             name_instances([Instance(roles)]),
             processor,
             {},

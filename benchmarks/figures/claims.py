@@ -132,7 +132,7 @@ def nominal(simulator: Simulator, placement: str, trace: Trace) -> float:
     """Requests a second at the budgets: where a search may begin."""
     devices = simulator.cluster.devices
     kinds = {
-        each.name: Kind.of(each, Roofline(model=simulator.model, device=each), simulator.memory_share)
+        each.name: Kind.of(each, Roofline(model=simulator.model, device=each), simulator.config.memory_share)
         for each in devices
     }
     bounds = Bounds(trace, simulator.slo, simulator.model, kinds)

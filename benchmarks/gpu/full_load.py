@@ -30,7 +30,7 @@ class FullLoad:
         if not self._probes:
             self._hold()
             pools = {"image": 2, "kv": rows * (self.context // BLOCK + 2)}
-            config = ServingConfig(self.model, self.dtype, self.device, cache=CacheConfig(pools=pools))
+            config = ServingConfig(self.model, dtype=self.dtype, device=self.device, cache=CacheConfig(pools=pools))
             processor = self._stack.enter_context(closing(make_processor(self.model)))
             both = name_instances([Instance("EPD"), Instance("EPD", lanes=DUAL)])
             for loaded in load_instances(config, both, None):

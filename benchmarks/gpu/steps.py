@@ -119,7 +119,9 @@ class StepBench:
             tokens = [*self.sizes.prefills, *self.sizes.mixed, *(self.sizes.context + n for n in self.sizes.chunks), 1]
             longest = -(-max(tokens) // BLOCK) + 1
             held = {"kv": max([*decodes, 1]) * self.blocks + longest, "image": max(self.sizes.images) + 1}
-            config = ServingConfig(self.model, self.sizes.dtype, self.sizes.device, cache=CacheConfig(pools=held))
+            config = ServingConfig(
+                self.model, dtype=self.sizes.dtype, device=self.sizes.device, cache=CacheConfig(pools=held)
+            )
             processor = make_processor(self.model)
             (self._loaded,) = load_instances(config, [Instance("EPD")], processor)
             self._probe = Probe(self._loaded, processor)

@@ -70,7 +70,7 @@ def probe(directory: Path, roles: str, images: int) -> dict[str, Any]:
     imported = resident()
     pools = {"image": 2 * images, "kv": 2 * PROMPT_TOKENS // 16}
     (loaded,) = load_instances(
-        ServingConfig(directory, "float32", cache=CacheConfig(pools=pools)),
+        ServingConfig(directory, dtype="float32", cache=CacheConfig(pools=pools)),
         [Instance(roles, roles, pack=False)],
         processor,
     )

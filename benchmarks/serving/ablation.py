@@ -110,7 +110,7 @@ def measured(model: Path, quick: bool) -> CostTables:
     processor = make_processor(model)
     try:
         (loaded,) = load_instances(
-            ServingConfig(model, "bfloat16", cache=CacheConfig(pools=POOLS)), name_instances(placed("EPD")), None
+            ServingConfig(model, dtype="bfloat16", cache=CacheConfig(pools=POOLS)), name_instances(placed("EPD")), None
         )
         return profile_tables([loaded], processor, **counts)
     finally:

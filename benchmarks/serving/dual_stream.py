@@ -80,7 +80,7 @@ def side_by_side(model: Path, batches: Sequence[int], context: int, repeats: int
         with ExitStack() as stack:
             probes = []
             for loaded in load_instances(
-                ServingConfig(model, "bfloat16", cache=CacheConfig(pools=pools)),
+                ServingConfig(model, dtype="bfloat16", cache=CacheConfig(pools=pools)),
                 name_instances([sequential, dual]),
                 None,
             ):

@@ -26,7 +26,8 @@ from statistics import median
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from trinity.core.frontend import FrontendCore
+from trinity.core.failure_policy import NO_RECOVERY
+from trinity.core.frontend import FrontendCore, FrontendOptions
 from trinity.core.messages import (
     Emit,
     Finished,
@@ -197,7 +198,7 @@ def print_frames(at_once: int, instances: int, turns: int) -> None:
 
 def make_core(policy: str, instances: int, hosts: int) -> FrontendCore:
     """A front end that knows so many instances, a quarter of them encoders, by report."""
-    core = FrontendCore(routing_policy(policy), max_waiting=1 << 20)
+    core = FrontendCore(routing_policy(policy), FrontendOptions(max_waiting=1 << 20, failures=NO_RECOVERY))
     for number in range(instances):
         roles = "E" if number % 4 == 3 else "PD"
         host = f"host{number % hosts}" if hosts else ""

@@ -17,6 +17,8 @@ from typing import NamedTuple
 
 from benchmarks.report import Aim, Result, Table
 from benchmarks.setting import Setting
+from trinity.core.failure_policy import NO_RECOVERY
+from trinity.core.frontend import FrontendOptions
 from trinity.core.messages import IMAGE, MediaSpan, Work
 from trinity.core.routing.router import RoundRobin
 from trinity.core.scheduler import BatchRules
@@ -160,7 +162,7 @@ def replay(way: str, asked: Sequence[Job], lead: int, leading: bool) -> Replayed
         costs=[simulator.cost_of(place) for place in range(len(settings))],
         model=SHAPE,
         routing=RoundRobin,
-        max_waiting=4096,
+        frontend=FrontendOptions(max_waiting=4096, failures=NO_RECOVERY),
         interference=interference,
         shared=True,
         record=False,

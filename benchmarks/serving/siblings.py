@@ -17,6 +17,8 @@ from typing import Literal, NamedTuple
 
 from benchmarks.report import Aim, Result, Table
 from benchmarks.setting import Setting
+from trinity.core.failure_policy import NO_RECOVERY
+from trinity.core.frontend import FrontendOptions
 from trinity.core.routing.router import ROUTING_POLICIES
 from trinity.core.transfers import TransferPolicy
 from trinity.costs.cluster import Cluster
@@ -97,7 +99,7 @@ def replay(placement: str, asked: Sequence[Job], routing: str, hand_over: bool, 
         costs=[simulator.cost_of(place) for place in range(len(settings))],
         model=SHAPE,
         routing=ROUTING_POLICIES[routing],
-        max_waiting=4096,
+        frontend=FrontendOptions(max_waiting=4096, failures=NO_RECOVERY),
         interference=1.0,
         shared=True,
         record=False,

@@ -58,7 +58,7 @@ def probed(model: Path, dtype: str, counts: Counts, until: float) -> dict[str, S
     processor = make_processor(model)
     try:
         (loaded,) = load_instances(
-            ServingConfig(model, dtype, cache=CacheConfig(pools=pools)), name_instances([Instance("EPD")]), None
+            ServingConfig(model, dtype=dtype, cache=CacheConfig(pools=pools)), name_instances([Instance("EPD")]), None
         )
         with closing(Probe(loaded, processor)) as probe:
             return measure(probe, counts, context, until)

@@ -13,7 +13,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any, cast
@@ -186,7 +186,7 @@ async def serve(model: Path, notes: Notes, steps: int, prompt_tokens: int, spec:
     waves = -(-running * prompt_tokens // 2048)  # prefill takes this many steps, in which the first already decode
     length = steps + waves + 4
     blocks = running * (-(-(prompt_tokens + length) // 16) + 1)
-    spec.pools, spec.stages = {"kv": blocks, "image": 1}, [lambda setup: TimedStage(setup, notes)]
+    spec = replace(spec, pools={"kv": blocks, "image": 1}, stages=[lambda setup: TimedStage(setup, notes)])
     async with Pipeline(model, [spec], dtype="float32") as pipe:
         watch_core(next(iter(pipe.hosts.values())), notes)
         watch_loop(pipe, notes)

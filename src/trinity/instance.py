@@ -3,98 +3,100 @@
 from __future__ import annotations
 
 import runpy
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from trinity.core.instance.settings import Reservation, check_depth, check_limits, check_reservation
+from trinity.config_classes import documented_by, set_fields
+from trinity.core.instance.settings import CoreOptions, PoolSizes, check_limits
 from trinity.core.scheduler import BatchRules
 from trinity.core.values import FRONTEND, is_frontend
-from trinity.errors import ConfigError, PlacementError, show
-from trinity.errors.arguments import DeviceName, InstanceName, check_arguments
+from trinity.errors import ConfigError, PlacementError
+from trinity.errors.arguments import DeviceName, InstanceName, Whole, check_arguments
 from trinity.placement import Group, Placement
 from trinity.stages.attention.backends import AUTO, check_name
 from trinity.stages.base import StageFactory
 
 
-@check_arguments
-@dataclass
-class Instance:
-    """One instance of a pipeline: ``roles`` such as "E", "EP" or "PD".
+@dataclass(frozen=True, kw_only=True)
+class InstanceOptions(CoreOptions):
+    """Settings of an instance that a pipeline may give to all of its instances.
 
-    - ``name`` (""): its name in routes, timelines and errors, of letters, digits, dots, dashes and underscores; "E0",
-      "PD1", ... where it has none.
-    - ``pools`` (blocks by kind, None): for example ``{"image": 64, "kv": 1024}``.
-    - ``memory_bytes`` (bytes, None): memory, weights included, that pools are sized for. With neither, as the pipeline
-      has them.
-    - ``rules`` (None): ``BatchRules`` of its own (Algorithm 1 and its ablations); the pipeline's where it has none.
-    - ``lanes`` (("joint",)): ("vision", "language") is the paper's dual stream (TriInfer 4.4).
-    - ``stages`` (()): factories of your own stages, or names of the entry point ``trinity.stages``; they replace the
-      built-in stages of the same letters.
     - ``threads`` (1): intra-op threads of each lane.
-    - ``cores`` (()): processors that its threads are kept on: one for all lanes, or equally many for each, in the order
-      of the lanes. With none, the system places them.
-    - ``device`` (None): "cpu", "cuda:0", ...; the pipeline's where it has none.
-    - ``prefix_cache`` (True): keep KV blocks of finished prompts for requests that begin alike.
-    - ``image_cache`` (True): keep image features for requests with the same image (an encoder cache).
-    - ``reservation`` ("full"): KV blocks for prompt and ``max_tokens`` at once. "optimistic" adds blocks as a request
-      decodes; where there are none, the youngest request is preempted and recomputed.
-    - ``may`` (None): the roles that it may ever switch to, such as "PD"; None: any.
-    - ``address`` (None): "tcp:host:port" or "unix:/path" of an instance that runs already, started there by
-      ``trinity instance --listen ADDRESS``; for ``hosting="process"``.
     - ``attention`` ("auto"): a backend by name: "native" (CPUs), "torch", and others by device, see
       ``trinity.stages.attention.backends``; on a GPU "auto" is the fastest by measurement, "fastest" on a CPU too.
-    - ``depth`` (None): steps in flight on a lane. With 2 the next step is decided while one runs (async scheduling), so
-      that the lane never waits for the core; a request that a stop token ends is over one step later. None: 2 on a GPU,
-      which computes while the host decides, and 1 on a CPU.
     - ``pack`` (None): give linear layers on a CPU a copy of their weights in oneDNN's order, which makes decode steps
       faster and serves this process alone. None: where an instance of the process decodes.
     - ``token_budget`` (tokens, None): prefill tokens and decodes in one step, and so requests that decode at once.
     - ``image_budget`` (images of usual size, None): images that one step encodes. Both go before budgets that are
       searched or the pipeline's.
+    """
+
+    threads: Whole = 1
+    attention: str = AUTO
+    pack: bool | None = None
+    token_budget: Whole | None = None
+    image_budget: Whole | None = None
+
+    def check(self) -> None:
+        super().check()
+        check_name(self.attention)
+
+
+@check_arguments
+@documented_by(InstanceOptions, PoolSizes)
+@dataclass(frozen=True, repr=False)
+class Instance(InstanceOptions, PoolSizes):
+    """One instance of a pipeline.
+
+    - ``roles``: letters of its stages, such as "E", "EP" or "PD".
+    - ``name`` (""): its name in routes, timelines and errors, of letters, digits, dots, dashes and underscores; "E0",
+      "PD1", ... where it has none.
+    - ``rules`` (None): ``BatchRules`` of its own (Algorithm 1 and its ablations); the pipeline's where it has none.
+    - ``stages`` (()): factories of your own stages, or names of the entry point ``trinity.stages``; they replace the
+      built-in stages of the same letters.
+    - ``cores`` (()): processors that its threads are kept on: one for all lanes, or equally many for each, in the order
+      of the lanes. With none, the system places them.
+    - ``device`` (None): "cpu", "cuda:0", ...; the pipeline's where it has none.
+    - ``may`` (None): the roles that it may ever switch to, such as "PD"; None: any.
+    - ``address`` (None): "tcp:host:port" or "unix:/path" of an instance that runs already, started there by
+      ``trinity instance --listen ADDRESS``; for ``hosting="process"``.
+    {settings}
 
     Raises ``ConfigError``.
     """
 
     roles: str
     name: InstanceName = ""
-    pools: Mapping[str, int] | None = None
-    memory_bytes: int | None = None
     rules: BatchRules | None = None
-    lanes: tuple[str, ...] = ("joint",)
     stages: Sequence[StageFactory | str] = ()
-    threads: int = 1
     cores: tuple[int, ...] = ()
     device: DeviceName | None = None
-    prefix_cache: bool = True
-    image_cache: bool = True
-    reservation: Reservation = "full"
     address: str | None = None
-    attention: str = AUTO
-    depth: int | None = None
-    pack: bool | None = None
-    token_budget: int | None = None
-    image_budget: int | None = None
     may: str | None = None
 
     def __post_init__(self) -> None:
-        self.roles = Group.parse(self.roles).roles
-        self.may = check_capability(self.may, self.roles)
-        check_name(self.attention)
-        check_reservation(self.reservation)
+        self.check()
+        roles = Group.parse(self.roles).roles
         check_limits(self.token_budget, self.image_budget, self.rules is not None)
-        if self.lanes not in (("joint",), ("vision", "language")):
-            raise ConfigError(f"lanes must be ('joint',) or ('vision', 'language'), got {show(self.lanes)}")
-        if self.lanes != ("joint",) and ("E" not in self.roles or self.roles == "E"):
-            self.lanes = ("joint",)  # with one kind of work there is nothing to run beside it
-        check_depth(self.steps_in_flight)
-        self.cores = check_core_numbers(self.cores, len(self.lanes), self.threads)
+        lanes = self.lanes_of(roles)
+        set_fields(
+            self,
+            roles=roles,
+            lanes=lanes,
+            may=check_capability(self.may, roles),
+            cores=check_core_numbers(self.cores, len(lanes), self.threads),
+        )
+
+    def __repr__(self) -> str:
+        named = [each for each in fields(self) if each.name != "roles" and getattr(self, each.name) != each.default]
+        said = [repr(self.roles), *(f"{each.name}={getattr(self, each.name)!r}" for each in named)]
+        return f"Instance({', '.join(said)})"
 
     @property
     def steps_in_flight(self) -> int:
         """Steps in flight on a lane of an instance whose device is known."""
-        on_gpu = (self.device or "cpu").startswith("cuda")
-        return (2 if on_gpu else 1) if self.depth is None else self.depth
+        return 2 if self.depth is None and (self.device or "cpu").startswith("cuda") else super().steps_in_flight
 
     @property
     def group(self) -> Group:

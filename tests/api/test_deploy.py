@@ -11,21 +11,23 @@ import pytest
 
 from support.checkpoint_files import checkpoint
 from support.plans import BEST, plan
+from trinity.config_classes import from_plain
 from trinity.connector import Connector
 from trinity.core.scheduler import BatchRules
 from trinity.costs.budgets import StepBudgets
 from trinity.costs.emulated_cost import LinearCost
 from trinity.emulation.model import LLAVA_15_7B, EmulatedModel
 from trinity.errors import ConfigError
-from trinity.instance import Instance
+from trinity.instance import Instance, InstanceOptions
 from trinity.memory.cache_config import CacheConfig
 from trinity.pipeline import Pipeline
-from trinity.pipeline.deploy import InstanceOptions, make_instances
+from trinity.pipeline.deploy import make_instances
 from trinity.placement import Placement
 from trinity.preprocess.processor import RequestProcessor
+from trinity.remote.instance_setup import read_instance
 from trinity.remote.supervision.process_config import make_setup
 from trinity.runtime import loader
-from trinity.runtime.loader import ServingConfig, load_instances
+from trinity.runtime.loader import ServingConfig, ServingOptions, load_instances
 from trinity.traces.trace import SLO
 
 QUICK = EmulatedModel(shape=LLAVA_15_7B, cost=LinearCost(step_s=1e-4), scale=4096)
@@ -48,7 +50,7 @@ PLAN = plan(best=msgspec.structs.replace(BEST, placement="1EPD1PD", settings=SET
 
 def test_each_keyword_is_one_of_an_instance_and_is_in_the_list_above() -> None:
     known = {each.name for each in fields(Instance)}
-    assert known >= InstanceOptions.__annotations__.keys() == ALL.keys()
+    assert known >= {each.name for each in fields(InstanceOptions)} == ALL.keys()
 
 
 @pytest.mark.parametrize("placement", ["1EPD1PD", Placement.parse("1EPD1PD"), PLAN])
@@ -84,7 +86,7 @@ def test_instances_that_have_their_own_are_not_told_in_silence() -> None:
     ("wrong", "said"),
     [
         ({"depth": 3}, "depth is 1 or 2 steps"),
-        ({"token_budget": 0}, "token_budget is a whole number of at least 1, got 0"),
+        ({"token_budget": 0}, "token_budget is a whole number of at least 1 or None, got 0"),
         ({"image_budget": -2}, "image_budget is"),
         ({"token_budget": 1.5}, "token_budget is a whole number"),
         ({"reservation": "some"}, "unknown reservation"),
@@ -119,7 +121,7 @@ def test_the_instances_own_limits_go_before_the_pipelines(
 def test_an_image_of_a_checkpoint_has_as_many_rows_as_its_processor_says() -> None:
     deployment = ServingConfig(
         checkpoint("llava"),
-        "float32",
+        dtype="float32",
         cache=CacheConfig(image_block_size=64, pools=POOLS),
     )
     with closing(RequestProcessor(checkpoint("llava"))) as processor:
@@ -129,7 +131,7 @@ def test_an_image_of_a_checkpoint_has_as_many_rows_as_its_processor_says() -> No
 
 
 def test_of_a_model_of_text_alone_an_image_is_nothing() -> None:
-    deployment = ServingConfig(checkpoint("llama"), "float32", cache=CacheConfig(pools=POOLS))
+    deployment = ServingConfig(checkpoint("llama"), dtype="float32", cache=CacheConfig(pools=POOLS))
     with closing(RequestProcessor(checkpoint("llama"))) as processor:
         (loaded,) = load_instances(deployment, [Instance("PD", "PD0", token_budget=7, image_budget=3)], processor)
     assert (loaded.settings.rules.token_budget, loaded.settings.rules.image_budget) == (7, 3)
@@ -140,7 +142,8 @@ def test_a_process_is_told_of_both() -> None:
     setup = make_setup(
         Instance("EPD", "EPD0", token_budget=7, image_budget=3), deployment, Connector("shm"), "round_robin"
     )
-    assert (setup.most_tokens, setup.most_images) == (7, 3)
+    there = read_instance(setup)
+    assert (there.token_budget, there.image_budget) == (7, 3)
 
 
 @pytest.mark.parametrize(("device", "steps"), [("cpu", 1), ("cuda:0", 2)])
@@ -149,6 +152,10 @@ def test_as_many_steps_are_in_flight_as_the_device_takes(device: str, steps: int
     config = ServingConfig(QUICK, device=device, cache=CacheConfig(pools=POOLS))
     assert loader._complete_spec(config, Instance("EPD"), []).steps_in_flight == steps
     setup = make_setup(Instance("EPD", "EPD0"), config, Connector("shm"), "round_robin")
-    assert Instance(setup.roles, depth=setup.depth, device=setup.device).steps_in_flight == steps
+    there = from_plain(ServingOptions, setup.serving)
+    assert (
+        loader._complete_spec(ServingConfig(QUICK, device=there.device), read_instance(setup), []).steps_in_flight
+        == steps
+    )
     (loaded,) = load_instances(config, [Instance("EPD", "EPD0", device="cpu", depth=steps)], None)
     assert loaded.settings.depth == steps

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from support.checkpoint_files import checkpoint
 from support.pipeline_options import pipeline_options
-from trinity.core.frontend import End, FrontendCore
+from trinity.core.failure_policy import NO_RECOVERY
+from trinity.core.frontend import End, FrontendCore, FrontendOptions
 from trinity.core.messages import PeerUp, Submit, Work
 from trinity.core.routing.router import RoundRobin
 from trinity.errors import RequestError
@@ -54,7 +55,7 @@ def _fields(request: Request) -> dict[str, Any]:
 @pytest.mark.parametrize("work", [Work(request="r", prompt=()), Work(request="r", prompt=(1,), max_tokens=0)])
 def test_the_front_end_refuses_work_that_no_instance_would_ever_end(work: Work) -> None:
     """Whoever makes it: a request processor, an emulated one, or a user's."""
-    frontend = FrontendCore(RoundRobin())
+    frontend = FrontendCore(RoundRobin(), FrontendOptions(failures=NO_RECOVERY))
     frontend.handle(PeerUp("A", "EPD", pools={"image": 8, "kv": 64}), 0.0)
     (end,) = frontend.handle(Submit(work), 0.0)
     assert isinstance(end, End)

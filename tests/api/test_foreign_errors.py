@@ -15,7 +15,8 @@ from support.checkpoint_files import checkpoint
 from support.image_reader import image_reader
 from support.pipeline_driver import GOOD, ONE, TEXT, all_tokens, good_ones, nothing_left, picture, serving
 from support.thinned import in_turns, rarely
-from trinity.core.frontend import End, FrontendCore
+from trinity.core.failure_policy import NO_RECOVERY
+from trinity.core.frontend import End, FrontendCore, FrontendOptions
 from trinity.core.messages import PeerUp, Sampled, Step, Submit, Work
 from trinity.errors import RequestError, StageError, describe_error, own_errors
 from trinity.instance import Instance
@@ -211,7 +212,7 @@ async def test_a_routing_policy_fails(answer: Any, letter: str) -> None:
 
 
 def test_the_front_end_keeps_nothing_of_what_a_policy_refused() -> None:
-    frontend = FrontendCore(Policy(SystemExit(), "P"))
+    frontend = FrontendCore(Policy(SystemExit(), "P"), FrontendOptions(failures=NO_RECOVERY))
     frontend.handle(PeerUp("A", "EPD", pools={"image": 8, "kv": 64}), 0.0)
     (end,) = frontend.handle(Submit(Work(request="bad", prompt=(1,))), 0.0)
     assert isinstance(end, End)

@@ -20,6 +20,7 @@ from trinity.pipeline import Pipeline
 from trinity.pipeline.deploy import PLAN_SETTINGS
 from trinity.planner import Plan, Space
 from trinity.planner.search_space import list_knobs
+from trinity.remote.instance_setup import read_instance
 from trinity.traces.trace import SLO
 
 QUICK = EmulatedModel(shape=LLAVA_15_7B, cost=LinearCost(step_s=1e-4), scale=4096)
@@ -114,8 +115,8 @@ async def test_processes_are_told_of_them() -> None:
         asked = [EmulatedRequest(text_tokens=200, image_tokens=(576,) * 3, max_tokens=3) for _ in range(2)]
         outputs = await asyncio.gather(*map(pipe.complete, asked))
         assert [len(output.token_ids) for output in outputs] == [3, 3]
-        setups = {name: each.setup for name, each in pipe.processes.items()}
-    budgets = {name: (each.most_tokens, each.most_images) for name, each in setups.items()}
+        setups = {name: read_instance(each.setup) for name, each in pipe.processes.items()}
+    budgets = {name: (each.token_budget, each.image_budget) for name, each in setups.items()}
     assert budgets == {"EP0": (700, 2), "D0": (64, None)}
     assert {(each.depth, each.reservation) for each in setups.values()} == {(2, "optimistic")}
     lanes = [slice for slice in pipe.timeline.slices() if slice.instance == "EP0"]
@@ -135,7 +136,7 @@ def test_a_plans_spread_is_served_unless_the_user_has_another(
 ) -> None:
     pipe = Pipeline(QUICK, planned("2E1PD", settings=settings), **given)
     assert pipe._frontend.core.dispatch.spread == spread
-    assert pipe._make_processor.keywords["strips"] == spread, "strips of an image, too"
+    assert (pipe._config.spread or 1) == spread, "strips of an image, too"
 
 
 def test_a_setting_of_another_version_is_not_left_out_in_silence() -> None:

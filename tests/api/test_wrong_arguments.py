@@ -412,7 +412,7 @@ FORGOTTEN: list[tuple[Callable[[], object], str]] = [
         r"Pipeline\(\): missing a required argument: 'model'; it takes model, placement, ",
     ),
     (
-        lambda: trinity.Pipeline("m", "EPD", "thread", threads=2),  # type: ignore[call-arg, misc]
+        lambda: trinity.Pipeline("m", "EPD", "thread", threads=2),  # type: ignore[call-arg, arg-type, misc]
         r"Pipeline\(\): too many positional arguments; it takes model, placement, ",
     ),
     (

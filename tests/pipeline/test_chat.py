@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
@@ -175,13 +176,14 @@ def test_inputs_that_fill_the_memory_wait_for_room(pipe: Pipeline, runner: async
 
     async def read() -> list[str]:
         one = await pipe.processor.aprocess(ONE.request())
-        pipe._frontend.core.max_waiting_bytes = int(1.5 * one.input_bytes)
+        core.options = dataclasses.replace(core.options, max_waiting_bytes=int(1.5 * one.input_bytes))
         requests = [*(ONE.request(images=[picture(seed)], request_id=f"i{seed}") for seed in range(5)), TWO.request()]
         async with asyncio.timeout(LIVENESS_S):
             found = [each async for each in pipe.map(requests, on_error="return")]
         return [getattr(each, "finish_reason", type(each).__name__) for each in found]
 
-    room = pipe._frontend.core.max_waiting_bytes
+    core = pipe._frontend.core
+    before = core.options
     assert runner.run(read()) == ["length"] * 5 + ["RequestTooLarge"]
-    pipe._frontend.core.max_waiting_bytes = room
+    core.options = before
     assert pipe.metrics.summary()["refused"].get("Overloaded", 0) == 0

@@ -47,7 +47,7 @@ def test_a_checkpoint_is_shown_by_its_folder(tmp_path: Path) -> None:
 
 def test_instances_in_processes_show_their_state() -> None:
     instances = [Instance("E", "E0"), Instance("PD", "PD0")]
-    instances[1].name = HOSTILE  # no user can give it; the page escapes it all the same
+    object.__setattr__(instances[1], "name", HOSTILE)  # no user can give it; the page escapes it all the same
     loads = {"E0": PeerLoad("E0", free={"image": 1234}, predicted_s={"E": 0.0125})}
     health = {"E0": InstanceHealth("E0", "up", 0), HOSTILE: InstanceHealth(HOSTILE, "lost", 1, why="killed")}
     table = instance_table(instances, loads, health)

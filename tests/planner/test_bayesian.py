@@ -92,7 +92,7 @@ def test_the_spread_of_a_deployment_is_its_simulators() -> None:
     whole = planner(2, Space(spreads=(1, 4)))
     assert list_knobs(Space(spreads=(1, 4)))["spread"] == (1, 4)
     assert "spread" not in list_knobs(Space()), "the planner's own"
-    assert [whole.hardware.simulator(deployment(spread=each), STRICT).spread for each in (4, 1)] == [4, 1]
+    assert [whole.hardware.simulator(deployment(spread=each), STRICT).config.spread for each in (4, 1)] == [4, 1]
 
 
 @pytest.mark.parametrize("bad", [{"orders": ()}, {"trials": 0}, {"beta": -1.0}, {"fewest": 0}, {"spreads": (0,)}])

@@ -12,7 +12,8 @@ from support.virtual.checks import Bookkeeping, check_forgotten, check_state
 from support.virtual.cluster import make_settings
 from support.virtual.conversation import Conversation
 from support.virtual.shadow import Shadow
-from trinity.core.frontend import Deliver, End, FrontendCore
+from trinity.core.failure_policy import NO_RECOVERY
+from trinity.core.frontend import Deliver, End, FrontendCore, FrontendOptions
 from trinity.core.messages import (
     Cancel,
     Commit,
@@ -262,7 +263,7 @@ def test_bookkeeping_recounts_everything(how: str) -> None:
 
 
 def test_bookkeeping_watches_what_is_in_flight() -> None:
-    frontend = FrontendCore(RoundRobin())
+    frontend = FrontendCore(RoundRobin(), FrontendOptions(failures=NO_RECOVERY))
     core = make_core("PD0")
     books = Bookkeeping({"PD0": core}, frontend)
     for command in core.handle(Submit(work("r", 5)), 0.0):
@@ -288,7 +289,7 @@ def test_bookkeeping_watches_what_is_in_flight() -> None:
 
 def test_bookkeeping_watches_leases() -> None:
     core = make_core("E0", peers="P0")
-    books = Bookkeeping({"E0": core}, FrontendCore(RoundRobin()))
+    books = Bookkeeping({"E0": core}, FrontendCore(RoundRobin(), FrontendOptions(failures=NO_RECOVERY)))
     core.handle(Submit(work("r", "cat", 1)), 0.0)
     core.handle(done(1), 0.0)
     books.command("P0", Pull("E0:1", 0, "E0", "image", "r", (0,), (4,)))
@@ -314,7 +315,7 @@ def test_bookkeeping_looks_for_what_is_left() -> None:
 def test_bookkeeping_sees_a_request_that_goes_on_after_its_forget(attempt: int) -> None:
     """But a later attempt than the one to forget may go on."""
     core = make_core("E0", peers="P0")
-    books = Bookkeeping({"E0": core}, FrontendCore(RoundRobin()))
+    books = Bookkeeping({"E0": core}, FrontendCore(RoundRobin(), FrontendOptions(failures=NO_RECOVERY)))
     for command in core.handle(Submit(work("r", "cat", 1, attempt=attempt)), 0.0):
         books.command("E0", command)
     books.event("E0", Forget("r"))

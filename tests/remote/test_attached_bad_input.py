@@ -22,6 +22,7 @@ from support.shared_launcher import sharing
 from trinity.core.messages import FRONTEND
 from trinity.errors import ConfigError, HandshakeError, LayoutMismatch, OfferRefused, PeerLost
 from trinity.instance import Instance
+from trinity.memory.cache_config import CacheConfig
 from trinity.pipeline import Pipeline
 from trinity.remote.channel import handshake
 from trinity.remote.channel.channel import MAX_FRAME, Address, Channel, connect
@@ -118,21 +119,20 @@ async def answered(address: Address, setup: Setup) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("differs", "said"),
     [
-        ({"kv_block_size": 32}, "kv blocks differ: "),
+        ({"cache": CacheConfig(pools={"image": 8, "kv": 64}, kv_block_size=32)}, "kv blocks differ: "),
         ({"dtype": "bfloat16"}, "torch.bfloat16"),
-        ({"model": ""}, "runs model"),
+        ({}, "runs model"),
     ],
     ids=["kv_block_size", "dtype", "checkpoint"],
 )
 async def test_instances_that_differ(
     launcher: Launcher, differs: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    if "model" in differs:
-        differs = {"model": str(other_weights(tmp_path))}
+    weights = {} if differs else {"model": str(other_weights(tmp_path))}
 
     def different(*given: Any) -> list[Setup]:
         first, *others = make_setups(*given)
-        return [msgspec.structs.replace(first, **differs), *others]
+        return [msgspec.structs.replace(first, serving={**first.serving, **differs}, **weights), *others]
 
     monkeypatch.setattr(trinity.remote.supervision.process_config, "make_setups", different)
     async with by_hand(launcher, tcp()) as (one,):

@@ -45,8 +45,8 @@ from trinity.timeline import Timeline
 
 def setup_of(roles: str, model: Path | EmulatedModel | None = None, way: str = "shm", **named: Any) -> Setup:
     config = ServingConfig(model=model or checkpoint("llava"), dtype="float32", cache=CacheConfig(pools=POOLS))
-    [setup] = make_setups([Instance(roles, f"{roles}0")], config, Connector(way), "round_robin")
-    return msgspec.structs.replace(setup, waits=True, **named)
+    [setup] = make_setups([Instance(roles, f"{roles}0", **named)], config, Connector(way), "round_robin")
+    return msgspec.structs.replace(setup, waits=True)
 
 
 @asynccontextmanager
@@ -157,7 +157,7 @@ async def test_another_word_ends_it(launcher: Launcher, tmp_path: Path) -> None:
 async def test_what_cannot_be_loaded_is_said_before_the_word(
     room: dict[str, Any], why: str, launcher: Launcher, tmp_path: Path
 ) -> None:
-    setup = setup_of("E", MODEL, **{"pools": None, **room})
+    setup = setup_of("E", MODEL, **room)
     async with waiting(launcher, tmp_path, setup) as (channel, _):
         said, _ = await hear(channel)
         assert isinstance(said, InstanceFailure)

@@ -17,6 +17,7 @@ import torch
 from msgspec.structs import replace as replace_setup
 
 from support.checkpoint_files import checkpoint
+from trinity.config_classes import from_plain
 from trinity.connector import Connector
 from trinity.costs.device_memory import CONTEXT_BYTES, POOL_SHARE
 from trinity.errors import ConfigError
@@ -26,10 +27,10 @@ from trinity.memory.cache_config import CacheConfig
 from trinity.memory.devices import ENCODE_BYTES
 from trinity.preprocess.checkpoint.config_file import read_config
 from trinity.remote.channel.wire import Setup, decode, encode
-from trinity.remote.instance_setup import load_instance
+from trinity.remote.instance_setup import load_instance, read_instance
 from trinity.remote.supervision.process_config import make_setups
 from trinity.runtime import host, loader
-from trinity.runtime.loader import ServingConfig, load_instances
+from trinity.runtime.loader import ServingConfig, ServingOptions, load_instances
 from trinity.runtime.pool_shapes import block_shapes
 from trinity.stages.models import loader as weights
 from trinity.stages.models.loaded_model import LoadedModel
@@ -69,7 +70,7 @@ class Gpu:
     def mem_get_info(self, device: str) -> tuple[int, int]:
         return self.total - self.used.get(device, 0), self.total
 
-    def build(self, spec: Instance, model: LoadedModel, pools: Any, _rules: Any, cache: Any, *_: Any) -> Any:
+    def build(self, spec: Instance, model: LoadedModel, pools: Any, cache: Any, *_: Any) -> Any:
         shapes = block_shapes(spec.roles, model, cache)
         self.pools[spec.name] = dict(pools)
         self.made[spec.name] = sum(shape.block_bytes * pools[kind] for kind, shape in shapes.items())
@@ -112,7 +113,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
 
 
 def setups(model: Path, instances: Sequence[Instance], cache: CacheConfig | None = None) -> list[Setup]:
-    config = ServingConfig(model, "bfloat16", "cuda", cache=cache or CacheConfig())
+    config = ServingConfig(model, dtype="bfloat16", device="cuda", cache=cache or CacheConfig())
     sent = make_setups(name_instances(instances), config, Connector("shm"), "round_robin")
     return [message for each in sent if isinstance(message := decode(encode(each)), Setup)]
 
@@ -138,7 +139,7 @@ def test_processes_on_one_gpu_fit_into_it(gpu: Gpu, model: Path, placement: tupl
 
 def test_what_encoders_work_in_is_left_to_them(gpu: Gpu, model: Path) -> None:
     """Once for each that encodes, in threads or processes; the pools then share what else is free."""
-    config = ServingConfig(model, "bfloat16", "cuda")
+    config = ServingConfig(model, dtype="bfloat16", device="cuda")
     gpu.used = {"cuda": TOTAL - 22 * GIB}
     load_instances(config, name_instances([Instance("EP"), Instance("EP"), Instance("D")]), None)
     assert sum(gpu.made.values()) == pytest.approx(POOL_SHARE * (22 * GIB - 2 * ENCODE_BYTES), rel=1e-2)
@@ -195,7 +196,8 @@ def test_processes_elsewhere_take_nothing(gpu: Gpu, model: Path) -> None:
 def test_the_memory_of_an_instance_goes_before_the_pipelines_pools(gpu: Gpu, model: Path) -> None:
     """As in threads; a process was sent both, and took the pools."""
     (setup,) = setups(model, [Instance("PD", memory_bytes=20 * GIB)], CacheConfig(pools={"image": 1, "kv": 1}))
-    assert (setup.pools, setup.memory_bytes) == (None, 20 * GIB)
+    tenant = loader.describe_tenant(read_instance(setup), from_plain(ServingOptions, setup.serving).cache)
+    assert (tenant.pools, tenant.memory_bytes) == (None, 20 * GIB)
 
 
 # ------------------------------------------------------------ published models on one card
@@ -252,7 +254,7 @@ def test_default_pools_take_what_a_card_has(
     folder = published.get(name, model)
     weights = count_once(folder, roles)
     gpu.total, gpu.used = card_gib * GIB, {"cuda": weights}
-    load_instances(ServingConfig(folder, "bfloat16", "cuda"), [Instance(roles, "only")], None)
+    load_instances(ServingConfig(folder, dtype="bfloat16", device="cuda"), [Instance(roles, "only")], None)
     free = gpu.total - weights - ENCODE_BYTES * ("E" in roles)
     assert gpu.made["only"] == pytest.approx(POOL_SHARE * free, rel=1e-3)
     assert gpu.made["only"] >= least_gib * GIB
@@ -263,7 +265,7 @@ def test_default_pools_on_a_cpu_have_an_upper_bound(gpu: Gpu, model: Path, monke
     """Blocks of a tiny model are small: a GiB of them would be a million."""
     monkeypatch.setattr(loader, "available_memory", lambda: 1 << 50)
     monkeypatch.setattr(loader, "_block_bytes", lambda config, model, roles: {"image": 64, "kv": 64})
-    load_instances(ServingConfig(model, "bfloat16", "cpu"), [Instance("PD", "only")], None)
+    load_instances(ServingConfig(model, dtype="bfloat16", device="cpu"), [Instance("PD", "only")], None)
     assert gpu.pools["only"] == {"image": loader.DEFAULT_BLOCKS, "kv": loader.DEFAULT_BLOCKS}
 
 
@@ -329,7 +331,7 @@ def test_where_weights_are_not_shared_each_copy_counts(
 
 
 def in_threads(gpu: Gpu, model: Path, *instances: Instance) -> dict[str, int]:
-    config = ServingConfig(model, "bfloat16", "cuda:0")
+    config = ServingConfig(model, dtype="bfloat16", device="cuda:0")
     gpu.used = {"cuda:0": 14 * GIB, "cuda:1": 14 * GIB}
     load_instances(config, name_instances(instances), None)
     return gpu.made
@@ -361,7 +363,7 @@ def test_processes_on_a_cpu_divide_its_memory_too(monkeypatch: pytest.MonkeyPatc
     warmed: list[object] = []
     monkeypatch.setattr(host, "warm_up_blocks", warmed.append)
     monkeypatch.setattr(loader, "available_memory", lambda: 8 << 20)
-    config = replace(ServingConfig(checkpoint("llava"), "float32"), device="cpu")
+    config = replace(ServingConfig(checkpoint("llava"), dtype="float32"), device="cpu")
     found = []
     for count in (1, 4):
         asked = make_setups(name_instances([Instance("PD")] * count), config, Connector("shm"), "round_robin")
@@ -400,7 +402,7 @@ def test_copies_to_profile_need_no_room_beside_pools_that_are_there(
     monkeypatch.setattr(loader, "_build_copy", lambda config, spec, model, pools: made.append(pools))
     monkeypatch.setattr(loader, "profile_tables", lambda *given, **counts: "tables")
     specs = name_instances([Instance("P", pools={"image": 8, "kv": 64}), Instance("D")])
-    config = ServingConfig(model, "bfloat16", "cuda")
+    config = ServingConfig(model, dtype="bfloat16", device="cuda")
     hosts: Any = {
         spec.name: SimpleNamespace(
             loaded=SimpleNamespace(model=loader._get_model(config, spec), memory={"kv": SimpleNamespace(blocks=blocks)})

@@ -215,7 +215,7 @@ def processor() -> Iterator[RequestProcessor]:
 def loaded(processor: RequestProcessor, roles: str, **asked: Any) -> LoadedInstance:
     deployment = ServingConfig(
         checkpoint("llava"),
-        "float32",
+        dtype="float32",
         cache=CacheConfig(image_block_size=64, pools={"image": 8, "kv": 16}),
     )
     return load_instances(deployment, name_instances([Instance(roles, **asked)]), processor)[0]

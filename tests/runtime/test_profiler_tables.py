@@ -40,7 +40,7 @@ def processor() -> Iterator[RequestProcessor]:
 def loaded(processor: RequestProcessor, *roles: str) -> list[LoadedInstance]:
     deployment = ServingConfig(
         checkpoint("llava"),
-        "float32",
+        dtype="float32",
         cache=CacheConfig(image_block_size=64, pools={"image": 8, "kv": 16}),
     )
     return load_instances(deployment, name_instances([Instance(each) for each in roles]), processor)
@@ -146,9 +146,9 @@ async def test_what_cannot_be_measured_is_said() -> None:
         with pytest.raises(ConfigError, match="nothing to profile"):
             await emulated.profile()
     async with serving("EPD") as pipe:
-        pipe.instances[0].address = "tcp:elsewhere:1"
+        object.__setattr__(pipe.instances[0], "address", "tcp:elsewhere:1")
         with pytest.raises(ConfigError, match="run elsewhere"):
             await pipe.profile(**FEW)
-        pipe.instances[0].address = None
+        object.__setattr__(pipe.instances[0], "address", None)
         with pytest.raises(ConfigError, match="at least 1 token"):
             await pipe.profile(contexts=())

@@ -185,7 +185,7 @@ def test_what_survives_a_loss_is_an_argument_too() -> None:
         (FEW, few),
     ):
         pipe = make_served_pipeline(_make_parser().parse_args([model, "--placement=PD", *words]))
-        assert pipe._frontend.core.failures == wanted
+        assert pipe._frontend.core.options.failures == wanted
     with pytest.raises(ConfigError, match="recoveries"):
         make_served_pipeline(_make_parser().parse_args([model, "--recoveries=-1"]))
 

@@ -59,7 +59,7 @@ async def serve_aloud(asked: tuple[Pipeline, list[Any]], numbers: list[int]) -> 
     pipe, requests = asked
     async with pipe:
         async with asyncio.timeout(LIVENESS_S):
-            while pipe._process_config.buddy is not None and not pipe.has_buddy:
+            while pipe._config.processes.buddy is not None and not pipe.has_buddy:
                 await asyncio.sleep(0.01)
         print("serves", flush=True)
         await asyncio.gather(*(read_aloud(pipe, requests[number]) for number in numbers))

@@ -12,7 +12,8 @@ from typing import Any, TypeVar
 from support.virtual.checks import check_forgotten, check_state
 from trinity.core import InstanceCore
 from trinity.core.block_pool import DIGEST, media_keys, prefix_keys
-from trinity.core.frontend import Deliver, End, FrontendCore
+from trinity.core.failure_policy import NO_RECOVERY
+from trinity.core.frontend import Deliver, End, FrontendCore, FrontendOptions
 from trinity.core.frontend.messages import MoveEnd, Prepare
 from trinity.core.instance.state import Settings
 from trinity.core.messages import (
@@ -258,7 +259,7 @@ def holding(name: str, of: Work, *kinds: str) -> PeerLoad:
 
 
 def make_frontend(peers: str = "E0 P0 D0", **fields: Any) -> FrontendCore:
-    core = FrontendCore(RoundRobin(), **fields)
+    core = FrontendCore(RoundRobin(), FrontendOptions(**{"failures": NO_RECOVERY, **fields}))
     for peer in peers.split():
         core.handle(peer_up(peer), 0.0)
     return core

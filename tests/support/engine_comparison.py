@@ -13,7 +13,8 @@ from support.ideal_routing import Loads
 from support.random_costs import any_device, random_cost
 from support.scenarios import KV_BLOCK, MEDIA_BLOCK, ORDERS, PLACEMENTS, largest_need, random_document
 from support.virtual.cluster import make_settings
-from trinity.core.frontend import Abort, Deliver, End
+from trinity.core.failure_policy import NO_RECOVERY
+from trinity.core.frontend import Abort, Deliver, End, FrontendOptions
 from trinity.core.instance.settings import RESERVATIONS, Reservation, Settings
 from trinity.core.messages import (
     FRONTEND,
@@ -117,7 +118,7 @@ class Logged(SimulatedCluster):
             costs=case.costs,
             model=case.model,
             routing=self.loads.policy,
-            max_waiting=case.max_waiting,
+            frontend=FrontendOptions(max_waiting=case.max_waiting, failures=NO_RECOVERY),
             interference=case.interference,
             shared=True,
             record=False,

@@ -13,7 +13,7 @@ import msgspec
 from support.virtual.checks import check_forgotten, check_state
 from trinity.core import InstanceCore
 from trinity.core.failure_policy import NO_RECOVERY, FailurePolicy
-from trinity.core.frontend import Abort, Deliver, End, FrontendCore
+from trinity.core.frontend import Abort, Deliver, End, FrontendCore, FrontendOptions
 from trinity.core.frontend.messages import MoveEnd, MoveRequest
 from trinity.core.instance.settings import Settings
 from trinity.core.messages import (
@@ -128,7 +128,7 @@ class FrontEnd:
     """The front end, and what each reader has got of it."""
 
     def __init__(self, peers: Sequence[Settings], failures: FailurePolicy = NO_RECOVERY, spread: int = 1) -> None:
-        self.core = FrontendCore(RoundRobin(), failures=failures, spread=spread)
+        self.core = FrontendCore(RoundRobin(), FrontendOptions(failures=failures, spread=spread))
         self.delivered: Counter[str] = Counter()
         self.ends: dict[str, str] = {}
         self.given_up: set[str] = set()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from support.core_tables import Row, brief, emitted, make_frontend, sent, work
@@ -17,7 +18,8 @@ def recovering(peers: str = "E0 P0 P1 D0 D1", **policy: Any) -> FrontendCore:
 
 def change_policy(core: FrontendCore, failures: FailurePolicy) -> None:
     """Have a front end that is made already survive losses by this policy."""
-    core.failures = core.dispatch.failures = core.inputs.failures = core.poison.failures = failures
+    core.options = replace(core.options, failures=failures)
+    core.dispatch.failures = core.inputs.failures = core.poison.failures = failures
 
 
 def emit(name: str, attempt: int, *tokens: tuple[int, int]) -> Emit:

@@ -43,7 +43,7 @@ class StormCheck:
         if name == FRONTEND:
             entries = self.core.entries.values()
             found = sum(is_going_on(each) and not each.work.alone for each in entries)
-            assert found <= self.core.failures.most_retries(0), f"{found} go on at once"
+            assert found <= self.core.options.failures.most_retries(0), f"{found} go on at once"
             self.most, self.held = max(self.most, found), self.held + bool(self.core.dispatch.retries.waiting)
             self._had = {self.core.entries[name].work.request for name in self.core.dispatch.retries.active}
             assert set(self.core.dispatch.retries.waiting) | self.core.dispatch.retries.active <= set(self.core.entries)

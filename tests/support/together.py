@@ -7,6 +7,7 @@ poison; a budget of retries. ``play(together(seed))`` repeats a run.
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -146,7 +147,7 @@ class Together:
         self.cluster = cluster = _make_cluster(seed, draw, self.policy)
         if self.gentle:
             cluster.faults = Faults()
-            cluster.frontend.max_waiting = 1024
+            cluster.frontend.options = dataclasses.replace(cluster.frontend.options, max_waiting=1024)
         self.bases: dict[tuple[object, ...], int] = {}
         cluster.sample = self.sample
         self._set_transfers(draw)

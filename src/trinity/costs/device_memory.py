@@ -6,25 +6,24 @@ Every process computes the same division from the same tenants, however far the 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 
-from trinity.core.messages import Value
+from trinity.core.instance.settings import PoolSizes
 
 POOL_SHARE = 0.8  # of a GPU's memory beside weights and encoding; the rest is for prefill, graphs and fragments
 CONTEXT_BYTES = 608 << 20  # of each process on a GPU: its context, workspaces of its libraries, and sampled texts
 DECODES, PREFILLS, ENCODES = 1.0, 0.5, 0.1  # of the memory for pools: blocks of P and E are free once they have moved
 
 
-class DeviceTenant(Value, frozen=True):
-    """An instance on a device, as those that share it know it.
+@dataclass(frozen=True)
+class DeviceTenant(PoolSizes):
+    """An instance on a device, as those that share it know it; of sizes that its user has not set it takes a share.
 
-    roles: letters of its stages.
-    pools (blocks by kind, None), memory_bytes (bytes, None): as its user has set them; None: by default.
-    shares: it has its weights in common with the others, where the device allows it.
+    - ``roles``: letters of its stages.
+    - ``shares`` (False): it has its weights in common with the others, where the device allows it.
     """
 
     roles: str
-    pools: dict[str, int] | None = None
-    memory_bytes: int | None = None
     shares: bool = False
 
     def fixed_bytes(self, weight_bytes: int, block_bytes: Mapping[str, int]) -> int | None:

@@ -7,6 +7,7 @@ The declared type is the rule: ``Annotated[int, Meta(ge=1)]`` says the bound as 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import difflib
 import functools
 import inspect
@@ -70,7 +71,7 @@ def check_arguments(kind: type[T]) -> type[T]:
     """
     if issubclass(kind, msgspec.Struct):
         raise TypeError(f"{kind.__name__} is a Struct, whose constructor cannot be wrapped: use check_struct")
-    kind.__init__ = check_call(kind.__init__)  # type: ignore[method-assign]
+    kind.__init__ = _check_call(kind.__init__, kind)  # type: ignore[method-assign]
     return kind
 
 
@@ -79,6 +80,12 @@ def check_call(function: Callable[Parameters, T]) -> Callable[Parameters, T]:
 
     It raises ``ConfigError``, for names that are unknown or missing as well.
     """
+    return _check_call(function, function)
+
+
+def _check_call(function: Callable[Parameters, T], declares: Any) -> Callable[Parameters, T]:
+    """``declares``: the function, or the class whose constructor it is: a dataclass's annotations are of its bases."""
+    declares = declares if dataclasses.is_dataclass(declares) else function
     signature = inspect.signature(function)
     listed = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     called = function.__qualname__.removesuffix(".__init__")
@@ -88,7 +95,7 @@ def check_call(function: Callable[Parameters, T]) -> Callable[Parameters, T]:
 
     @functools.wraps(function)
     def checking(*args: Parameters.args, **kwargs: Parameters.kwargs) -> T:
-        hints, known = _hints(function), takes
+        hints, known = _hints(declares), takes
         given: Set[str] = set() if rest else kwargs.keys()  # further keywords may be any,
         if rest in hints and get_origin(hints[rest]) is typing.Unpack:  # or are listed by a TypedDict
             known, given = [*takes, *get_args(hints[rest])[0].__annotations__], kwargs.keys()
@@ -152,7 +159,7 @@ def check_keywords(kind: type, given: Mapping[str, object]) -> dict[str, Any]:
 
     Raises ``ConfigError``.
     """
-    hints = _hints(vars(kind)["__init__"])
+    hints = _hints(kind if dataclasses.is_dataclass(kind) else vars(kind)["__init__"])
     return {name: check_value(name, value, hints.get(name, Any)) for name, value in given.items()}
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
 from trinity.connector import Connector
-from trinity.core.instance.settings import Reservation
-from trinity.core.routing.router import RoutingPolicy
 from trinity.core.scheduler import BatchRules
 from trinity.errors import ConfigError, UnknownName
 from trinity.instance import Instance, list_instances
+from trinity.pipeline.config import PipelineConfig
 from trinity.placement import Placement
 from trinity.planner import Plan
 from trinity.remote.buddy import Buddy
@@ -27,33 +26,14 @@ BATCH_LIMITS = ("tokens", "mixed_tokens", "images")
 PLAN_SETTINGS = (*SEARCHED_RULES, *BATCH_LIMITS, "routing", "reservation", "depth", "spread")
 
 
-class InstanceOptions(TypedDict, total=False):
-    """Keywords of ``Instance`` that one pipeline may give to all of its instances."""
-
-    lanes: tuple[str, ...]
-    threads: int
-    prefix_cache: bool
-    image_cache: bool
-    reservation: Reservation
-    attention: str
-    depth: int | None
-    pack: bool | None
-    token_budget: int | None
-    image_budget: int | None
-
-
 def make_instances(
-    placement: str | Placement | Plan | Sequence[Instance], options: InstanceOptions, *, limited: bool = False
+    placement: str | Placement | Plan | Sequence[Instance], options: Mapping[str, Any], *, limited: bool = False
 ) -> list[Instance]:
     """Make the instances of a placement or of a plan's best one; a list of instances stays as it is.
 
     ``options`` override a plan's settings. A plan's batch limits are left out if the user has ``limited`` batches by
-    rules or budgets. Raises ``ConfigError`` for an unknown option (``UnknownName``), for no instances, and for options
-    beside instances, which have their own.
+    rules or budgets. Raises ``ConfigError`` for no instances, and for options beside instances, which have their own.
     """
-    for name in options:
-        if name not in InstanceOptions.__annotations__:
-            raise UnknownName("keyword of Pipeline or its instances", name, InstanceOptions.__annotations__)
     if isinstance(placement, Plan):
         knobs, given = read_plan_settings(placement), {**options}
         planned = list_instances(placement.placement)
@@ -84,19 +64,12 @@ def _plan_options(knobs: Mapping[str, Any], roles: str, limited: bool) -> dict[s
     return found
 
 
-def choose_rules_and_routing(
-    placement: object, rules: BatchRules | None, routing: str | RoutingPolicy | None
-) -> tuple[BatchRules, str | RoutingPolicy]:
-    """Choose rules and routing: the user's, else those that a plan's wider search has set, else the defaults."""
+def choose_plan_settings(placement: object, config: PipelineConfig) -> dict[str, Any]:
+    """Choose what a plan's wider search sets of all a pipeline: rules, routing and spread, where the user has none."""
     knobs = read_plan_settings(placement) if isinstance(placement, Plan) else {}
-    chosen = rules or replace(BatchRules(), **{name: knobs[name] for name in SEARCHED_RULES if name in knobs})
-    return chosen, str(knobs.get("routing", "round_robin")) if routing is None else routing
-
-
-def choose_spread(placement: object, spread: int | None) -> int:
-    """Choose the encoders that a request may have: the user's, else a plan's whose search has set it, else one."""
-    knobs = read_plan_settings(placement) if isinstance(placement, Plan) else {}
-    return int(knobs.get("spread", 1)) if spread is None else spread
+    found = {name: knobs[name] for name in ("routing", "spread") if name in knobs and getattr(config, name) is None}
+    rules = {name: knobs[name] for name in SEARCHED_RULES if name in knobs}
+    return found | ({"rules": replace(BatchRules(), **rules)} if rules and config.rules is None else {})
 
 
 def read_plan_settings(plan: Plan) -> dict[str, Any]:

@@ -169,11 +169,12 @@ class FrontendHost:
         if request.request_id in self.streams:
             raise RequestError(f"request_id {request.request_id!r} is in use; give another", request.request_id)
         waiting = self.core.waiting + self.preparing
-        if waiting >= self.core.max_waiting:
+        if waiting >= self.core.options.max_waiting:
             raise Overloaded(f"{waiting} requests wait already; try later or raise max_waiting", request.request_id)
         own = self._waiting_of[request.client] if request.client else 0
-        if own >= self.core.max_waiting - waiting:  # so whatever one client sends, there is room for another one's
-            text = f"{own} requests of this client wait already, and {self.core.max_waiting - waiting} more may wait"
+        left = self.core.options.max_waiting - waiting
+        if own >= left:  # so whatever one client sends, there is room for another one's
+            text = f"{own} requests of this client wait already, and {left} more may wait"
             raise Overloaded(f"{text}; try later or raise max_waiting", request.request_id)
 
     def _begin_wait(self, request: Request) -> None:
@@ -429,7 +430,7 @@ class FrontendHost:
 
     async def wait_room(self) -> None:
         """Wait until a request would not be refused for the number of those that wait."""
-        await self.until(lambda: self.core.waiting + self.preparing < self.core.max_waiting)
+        await self.until(lambda: self.core.waiting + self.preparing < self.core.options.max_waiting)
 
     async def serve_in_turn(self, serve: ServeOne, request: Request) -> Output:
         """Serve a request once there is room: it is refused only if it is too large by itself."""

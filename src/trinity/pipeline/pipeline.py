@@ -4,36 +4,33 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence, Set
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, Unpack, overload
+from typing import Any, Literal, overload
 
 from trinity.adapt.auto import resolve_auto_placement
-from trinity.connector import Medium, make_connector
-from trinity.core.failure_policy import FailurePolicy
-from trinity.core.frontend import MAX_WAITING_BYTES, FrontendCore
+from trinity.config_classes import documented_by, pick_fields, takes
+from trinity.connector import make_connector
+from trinity.core.frontend import FrontendCore
 from trinity.core.frontend.journal import JournalStart
 from trinity.core.messages import PeerLoad
 from trinity.core.progress import StalledPart
 from trinity.core.role_changes import Switch
-from trinity.core.routing.router import RoutingPolicy, routing_policy
-from trinity.core.scheduler import BatchRules
-from trinity.core.transfers import TransferPolicy
-from trinity.costs.budgets import StepBudgets
+from trinity.core.routing.router import DEFAULT_ROUTING, routing_policy
 from trinity.costs.step_cost import CostModel, CostTables
 from trinity.emulation.model import EmulatedModel
 from trinity.errors import ClosedError
-from trinity.errors.arguments import DeviceName, DtypeName, Number, Whole, check_arguments, check_value
+from trinity.errors.arguments import Number, Whole, check_value
 from trinity.errors.live_objects import forbid_copies
-from trinity.instance import Instance, name_instances
-from trinity.memory.cache_config import CacheConfig
-from trinity.memory.digests import Verify
+from trinity.instance import Instance, InstanceOptions, name_instances
 from trinity.metrics import Metrics
 from trinity.pipeline.adoptions import WITHIN_S, Adoptions, Resumption
 from trinity.pipeline.chat import Messages, make_chat_request
+from trinity.pipeline.config import PipelineConfig
 from trinity.pipeline.copies import serve_copies
-from trinity.pipeline.deploy import InstanceOptions, choose_rules_and_routing, choose_spread, make_instances
+from trinity.pipeline.deploy import choose_plan_settings, make_instances
 from trinity.pipeline.features import Features, FeatureSource, read_features
 from trinity.pipeline.frontend_host import FrontendHost, PipelineState
 from trinity.pipeline.placement_changes import DRAIN_S, PlacementChanges
@@ -42,9 +39,7 @@ from trinity.pipeline.served_instances import ServedInstances
 from trinity.pipeline.stream import Stream
 from trinity.placement import Placement
 from trinity.planner import Plan
-from trinity.preprocess.checkpoint.own_processor import GivenProcessor, check_processor
-from trinity.preprocess.media.colours import Transparency
-from trinity.preprocess.media_limits import MediaLimits
+from trinity.preprocess.checkpoint.own_processor import check_processor
 from trinity.preprocess.processor import RequestProcessor
 from trinity.remote.supervision import attached_instances
 from trinity.remote.supervision import process_config as supervisor
@@ -56,46 +51,20 @@ from trinity.runtime.host import InstanceHost
 from trinity.runtime.shielded_wait import run_to_end, wait_shielded
 from trinity.tables import Table, as_titled_html
 from trinity.timeline import Timeline
-from trinity.traces.trace import SLO, Trace
+from trinity.traces.trace import Trace
 
 STAGE_WORDS = {"E": "encode", "P": "prefill", "D": "decode"}
 TRACE_BYTES = 64 << 20  # of the rows of its last requests: some 98,000 of 24 tokens, 13,000 of 500
 
 
-@check_arguments
+@documented_by(PipelineConfig)
 @forbid_copies("make it where it is used, and pass its arguments")
 class Pipeline:
     """Encode, prefill and decode of one model, on instances placed as you say.
 
-    - ``model``: a directory, a hub id (cached, or fetched if ``download`` (False)), "shapes", or ``EmulatedModel``.
-    - ``placement`` ("EPD"): "1EP1D", "2ED1P", "1E3P4D", ..., a ``Plan`` (its best placement), a list of ``Instance``,
-      or "auto": ``instances`` of EPD, recorded traffic, and a plan of it in ``pipe.auto``.
-    - ``instances`` (count, None), ``apply`` (False): how many to start with under "auto"; True applies the plan.
-    - ``hosting`` ("thread"): "thread" runs instances in this process, "process" each in a process of its own.
-    - ``processes`` (None): ``ProcessConfig``, the shared secret and the longest silence of such a process.
-    - ``connector`` (None): transport of blocks, a name, a ``Transport``, a ``Connector``, or these by kind of block,
-      such as ``{"image": "shm", "kv": "nixl"}``; "inproc" for threads and "auto" for processes.
-    - ``verify`` (None): digests of blocks are compared, "always", "network", "never"; the connector's or "network".
-    - ``transfers`` (None): ``TransferPolicy``, when blocks start to move.
-    - ``slo`` (seconds, None): TTFT and TBT bounds; the budgets of Algorithm 1 are profiled at start to keep them.
-    - ``budgets`` (None): ``StepBudgets`` by hand. With neither, a step takes 2,048 tokens and one image.
-    - ``rules`` (None): ``BatchRules``, the scheduler's policy, queue order and switches.
-    - ``routing`` (None): a routing policy or its name; a plan's, else "round_robin".
-    - ``cache`` (None): ``CacheConfig``, block sizes, and pools or memory of every instance that sets none itself.
-    - ``dtype`` ("auto"), ``device`` ("cpu"): of weights and caches; "auto" is the checkpoint's own dtype.
-    - ``limits`` (None): ``MediaLimits``, the largest images, prompts and counts that a request may have.
-    - ``processor`` (None): a processor of your own in place of the checkpoint's, an ``OwnProcessor`` or its directory.
-    - ``transparency`` ("white"): what models get for transparent pixels of images: "white", as viewers show them, or
-      "drop", their colours without the alpha.
-    - ``ignore_generation_config`` (none): fields of the checkpoint's generation config not to follow; True for all.
-    - ``max_waiting`` (requests, 1024): more waiting is ``Overloaded``. ``max_waiting_bytes`` (1 GiB): memory of media
-      that are being prepared or wait for an encoder; further ones wait, for ``MediaLimits.preprocess_timeout_s``.
-    - ``spread`` (count, a plan's or 1): instances with E that may encode a request's images at once, while idle.
-    - ``failures`` (None): ``FailurePolicy``, what becomes of requests whose instance is lost: two recoveries each.
-    - ``observe`` (None): called as ``observe(request_id, index, logits)`` with all logits before sampling.
-    - ``lanes``, ``threads``, ``prefix_cache``, ``image_cache``, ``reservation``, ``attention``, ``depth``, ``pack``,
-      ``token_budget`` and ``image_budget``: as ``Instance`` has them, for every instance that a placement or a plan
-      names; they go before the plan's own settings.
+    {settings}
+
+    Settings of instances go before a plan's own. Beside a list of instances they are refused: each has its own.
 
     ::
 
@@ -109,94 +78,42 @@ class Pipeline:
     _closing: asyncio.Task[None] | None = None
     _adoptions: Adoptions | None = None
 
-    def __init__(
-        self,
-        model: loader.GivenModel,
-        placement: str | Placement | Plan | Sequence[Instance] = "EPD",
-        *,
-        hosting: Literal["thread", "process"] = "thread",
-        connector: Medium | Mapping[str, Medium] | None = None,
-        verify: Verify | None = None,
-        slo: SLO | None = None,
-        budgets: StepBudgets | None = None,
-        rules: BatchRules | None = None,
-        routing: str | RoutingPolicy | None = None,
-        cache: CacheConfig | None = None,
-        dtype: DtypeName = "auto",
-        device: DeviceName = "cpu",
-        limits: MediaLimits | None = None,
-        processor: GivenProcessor | None = None,
-        transparency: Transparency = "white",
-        ignore_generation_config: Sequence[str] | bool = (),
-        max_waiting: Whole = 1024,
-        max_waiting_bytes: Whole = MAX_WAITING_BYTES,
-        spread: Whole | None = None,
-        failures: FailurePolicy | None = None,
-        observe: Callable[..., None] | None = None,
-        transfers: TransferPolicy | None = None,
-        processes: supervisor.ProcessConfig | None = None,
-        instances: Whole | None = None,
-        apply: bool = False,
-        download: bool = False,
-        **options: Unpack[InstanceOptions],
-    ) -> None:
-        cache, processes = cache or CacheConfig(), processes or supervisor.ProcessConfig()
-        source = self.model = loader.resolve_model(model, download)
-        self.auto, placement = resolve_auto_placement(source, placement, instances, slo, cache.memory_bytes, apply)
-        specs = name_instances(make_instances(placement, options, limited=bool(rules or budgets)))
-        (rules, routing), spread = choose_rules_and_routing(placement, rules, routing), choose_spread(placement, spread)
+    @takes(PipelineConfig)
+    def __init__(self, config: PipelineConfig, given: Set[str]) -> None:
+        source = self.model = loader.resolve_model(config.model, config.download)
+        self.auto, placement = resolve_auto_placement(
+            source, config.placement, config.instances, config.slo, config.cache.memory_bytes, config.apply
+        )
+        options = {name: each for name, each in pick_fields(InstanceOptions, config).items() if name in given}
+        specs = name_instances(make_instances(placement, options, limited=bool(config.rules or config.budgets)))
+        config = replace(config, **choose_plan_settings(placement, config), processor=check_processor(config.processor))
         placed = Placement.of(each.group for each in specs)
-        self.slo, self.routing = slo, routing
-        own_processor = check_processor(processor)
-        self.hosting = supervisor.check_hosting(hosting, specs, processes)
-        self.connector = make_connector(connector, verify, hosting)
-        self._process_config, self._secret = processes, supervisor.resolve_secret(specs, processes.secret)
-        self.trace, self.metrics, self.timeline = Trace(limit_bytes=TRACE_BYTES), Metrics(slo), Timeline()
-        own = FrontendCore(
-            routing_policy(routing),
-            max_waiting=max_waiting,
-            max_waiting_bytes=max_waiting_bytes,
-            failures=failures or FailurePolicy(),
-            spread=spread,
-            name=attached_instances.name_frontend(processes),
-        )
+        self.slo, self.routing = config.slo, config.routing or DEFAULT_ROUTING
+        self.hosting = supervisor.check_hosting(config.hosting, specs, config.processes)
+        self.connector = make_connector(config.connector, config.verify, self.hosting)
+        self._secret = supervisor.resolve_secret(specs, config.processes.secret)
+        self.trace, self.metrics, self.timeline = Trace(limit_bytes=TRACE_BYTES), Metrics(self.slo), Timeline()
+        own = FrontendCore(routing_policy(self.routing), config, attached_instances.name_frontend(config.processes))
         self._frontend = FrontendHost(own, self.connector, self.metrics, self.trace)
+        serving = replace(config, observe=self._frontend.watch_logits(config.observe))
+        self._config = config
         self._serving_config = loader.ServingConfig(
-            source,
-            dtype=dtype,
-            device=device,
-            slo=slo,
-            budgets=budgets,
-            rules=rules,
-            cache=cache,
-            observe=self._frontend.watch_logits(observe),
-            transfers=transfers or TransferPolicy(),
-            shared=self.connector.shared,
-        )
-        self._make_processor = partial(
-            loader.make_processor,
-            source,
-            limits=limits,
-            ignore=ignore_generation_config,
-            strips=spread,
-            own=own_processor,
-            transparency=transparency,
-            here=self.hosting == "thread",
+            source, shared=self.connector.shared, **pick_fields(loader.ServingOptions, serving)
         )
         self._served = ServedInstances(
             specs,
             placed,
             config=self._serving_config,
             connector=self.connector,
-            routing=routing,
+            routing=self.routing,
             hosting=self.hosting,
-            terms=processes,
+            terms=config.processes,
             secret=self._secret,
             frontend=self._frontend,
             timeline=self.timeline,
         )
         self._changes = PlacementChanges(self._served, self._frontend, self.timeline, options)
-        self.cost: CostModel | None = model.cost if isinstance(model, EmulatedModel) else None  # or profile()'s last
+        self.cost: CostModel | None = source.cost if isinstance(source, EmulatedModel) else None  # or profile()'s last
 
     async def __aenter__(self) -> Pipeline:
         await self.start()
@@ -289,8 +206,10 @@ class Pipeline:
             await self.auto.begin(self)
 
     def _load_processor(self) -> None:
-        made = self._frontend.processor = self._make_processor()
-        made.room.most = self._frontend.core.max_waiting_bytes
+        here = self.hosting == "thread"
+        made = loader.make_processor(self.model, self._config, self._config.spread or 1, here=here)
+        self._frontend.processor = made
+        made.room.most = self._config.max_waiting_bytes
         self.placement.check(self.processor.multimodal)
 
     @property
@@ -420,7 +339,7 @@ class Pipeline:
         Leaving the loop ends what is in flight (at once by ``contextlib.aclosing``). Raises ``ConfigError`` for a file
         of other content, ``ClosedError`` if the pipeline closes.
         """
-        concurrency = min(check_value("concurrency", concurrency, Whole), self._frontend.core.max_waiting)
+        concurrency = min(check_value("concurrency", concurrency, Whole), self._config.max_waiting)
         return map_requests(
             partial(self._frontend.serve_in_turn, self.complete),
             requests,
@@ -552,7 +471,7 @@ class Pipeline:
 
     async def _begin_journals(self) -> None:
         """Take journals of others, and keep one with the buddy, as far as there are to be any."""
-        config, buddy = self._process_config, self._process_config.buddy
+        config, buddy = self._config.processes, self._config.processes.buddy
         if buddy is None or self._secret is None or not self.processes:
             return
         names = tuple(sorted(each.name for each in self.instances))

@@ -15,7 +15,7 @@ from trinity.core.role_changes import RoleChange, Switch, find_free_name, may_ha
 from trinity.errors import ChangeRefused, ClosedError, ConfigError, PlacementError, TrinityError, UnknownName
 from trinity.errors.arguments import Number, check_value
 from trinity.instance import Instance
-from trinity.pipeline.deploy import InstanceOptions, list_plan_options
+from trinity.pipeline.deploy import list_plan_options
 from trinity.pipeline.frontend_host import FrontendHost
 from trinity.pipeline.served_instances import ServedInstances
 from trinity.placement import STAGES, Group, Placement
@@ -41,7 +41,7 @@ class PlacementChanges:
     """
 
     def __init__(
-        self, served: ServedInstances, frontend: FrontendHost, timeline: Timeline, options: InstanceOptions
+        self, served: ServedInstances, frontend: FrontendHost, timeline: Timeline, options: Mapping[str, Any]
     ) -> None:
         self._served, self._frontend = served, frontend
         self._timeline, self._options = timeline, options

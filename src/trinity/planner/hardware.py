@@ -24,7 +24,7 @@ from trinity.planner.search_config import SearchConfig
 from trinity.planner.search_space import simulator_options
 from trinity.simulation.rate_sweep import why_on_cores
 from trinity.simulation.screening_table import StandIn
-from trinity.simulation.simulator import Simulator
+from trinity.simulation.simulator import Simulator, SimulatorConfig
 from trinity.traces.trace import SLO, Trace
 
 Devices = str | Device | Mapping[str | Device, int]
@@ -46,7 +46,7 @@ def check_simulator_options(options: Mapping[str, Any], own: Iterable[str]) -> d
         if name in hints:
             raise ConfigError(f"HybridPlanner() has no keyword {name!r}{hints[name]}")
         raise ConfigError(explain_call("HybridPlanner", [name], [*own, *sorted(_SIMULATED - set(own))], TypeError()))
-    return check_keywords(Simulator, options)
+    return check_keywords(SimulatorConfig, options)
 
 
 def choose_cluster(cluster: Cluster | None, device: Devices, instances: int | None, engine: Engine) -> Cluster:

@@ -8,12 +8,12 @@ from typing import Any
 
 import msgspec
 
-from trinity.core.instance.settings import RESERVATIONS, check_reservation
+from trinity.core.instance.settings import RESERVATIONS, Reservation
 from trinity.core.scheduler import BatchRules, latency_bound
 from trinity.costs.budgets import StepBudgets, predict_budgets
 from trinity.costs.model_shape import ModelShape
 from trinity.errors import ConfigError
-from trinity.errors.arguments import KeywordsByName, Number, Whole, check_struct
+from trinity.errors.arguments import KeywordsByName, Number, Whole, check_struct, check_value
 from trinity.planner.bounds import Kind
 from trinity.planner.candidates import Deployment
 from trinity.traces.trace import SLO
@@ -55,7 +55,7 @@ class Space(msgspec.Struct, metaclass=KeywordsByName, frozen=True, kw_only=True)
     def __post_init__(self) -> None:
         check_struct(self)
         for each in self.reservations:
-            check_reservation(each)
+            check_value("reservation", each, Reservation)
         if not all(list_knobs(self).values()):
             raise ConfigError("a space has at least one value for each knob")
 

@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from trinity.preprocess.checkpoint.processor_parts import load_media_parts, load
 from trinity.preprocess.checkpoint.processor_values import check_processor_values
 from trinity.preprocess.checkpoint.tokenizer_files import load_tokenizer
 from trinity.preprocess.checkpoint.verdicts import MediaFacts
-from trinity.preprocess.media.colours import Transparency
+from trinity.preprocess.media.colours import WHITE, Transparency
 from trinity.preprocess.media.media_kinds import (
     LoadedProcessor,
     ModelFiles,
@@ -37,23 +38,36 @@ from trinity.preprocess.media.media_kinds import (
     list_kinds,
 )
 from trinity.preprocess.media.media_markup import IMAGE_TEXT, VIDEO_TEXT, ImageText, VideoText
+from trinity.preprocess.media_limits import MediaLimits
 from trinity.preprocess.text.clip_windows import take_text_too
 
 _MOST_CACHED = 64  # texts whose tokenization is cached, each of the size of a prompt
 
 
+@dataclass(frozen=True, kw_only=True)
+class ProcessorOptions:
+    """Settings of a pipeline that its request processor obeys.
+
+    - ``limits`` (``MediaLimits()``): the largest images, prompts and counts that a request may have.
+    - ``processor`` (None): a processor of your own in place of the checkpoint's, whose tokenizer stays; an
+      ``OwnProcessor`` or its directory.
+    - ``transparency`` ("white"): what models get for transparent pixels of images: "white", as viewers show them, or
+      "drop", their colours without the alpha.
+    - ``ignore_generation_config`` (none): fields of the checkpoint's generation config not to follow; True for all.
+    """
+
+    limits: MediaLimits = MediaLimits()
+    processor: GivenProcessor | None = None
+    transparency: Transparency = WHITE
+    ignore_generation_config: Collection[str] | bool = ()
+
+
 def load_tokenizer_and_processor(
     model_dir: Path,
-    ignore: Collection[str] | bool = (),
-    own: GivenProcessor | None = None,
-    transparency: Transparency = "white",
+    options: ProcessorOptions = ProcessorOptions(),
 ) -> LoadedProcessor:
-    """Load what ``RequestProcessor`` needs from a model directory. Raises ``ConfigError``, ``UnsupportedModel``.
-
-    ``ignore`` (()): fields of the generation config that are not followed; True for all of them. ``own`` (None): a
-    processor in place of the checkpoint's, whose tokenizer stays. ``transparency`` ("white"): see ``colours``.
-    """
-    check_processor(own)
+    """Load what ``RequestProcessor`` needs from a model directory. Raises ``ConfigError``, ``UnsupportedModel``."""
+    own, ignore = check_processor(options.processor), options.ignore_generation_config
     config = read_config(model_dir)
     known = (facts := check_config(config, model_dir)) or MediaFacts()
     tokenizer, last_call = _load_tokenizer(model_dir), threading.local()
@@ -92,7 +106,7 @@ def load_tokenizer_and_processor(
         special_ids=special_ids,
         tiles=text.tiles,
         beside=known.beside,
-        transparency=transparency,
+        transparency=options.transparency,
         clip_tokens=0 if facts is None else facts.clip_tokens,
         video_tail=VIDEO_TEXT.get(config.model_type, VideoText()).tail,
     )

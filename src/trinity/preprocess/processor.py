@@ -5,21 +5,21 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
 import msgspec
 
+from trinity.config_classes import documented_by, takes
 from trinity.core.messages import MediaSpan, Work
 from trinity.errors import BadMedia, ClosedError, ConfigError, RequestError, RequestTooLarge, describe_error, own_errors
-from trinity.preprocess.checkpoint.own_processor import GivenProcessor
 from trinity.preprocess.fetch.url_fetch import UrlFetcher, is_url
-from trinity.preprocess.loader import load_tokenizer_and_processor
+from trinity.preprocess.loader import ProcessorOptions, load_tokenizer_and_processor
 from trinity.preprocess.media.audio_kind import mark_beside
-from trinity.preprocess.media.colours import Transparency
 from trinity.preprocess.media.frame_groups import cut_videos
 from trinity.preprocess.media.front_images import FrontReader
 from trinity.preprocess.media.media_costs import MediaCost, Price, check_price, sum_prices
@@ -32,7 +32,7 @@ from trinity.preprocess.media.media_kinds import (
     list_kinds,
 )
 from trinity.preprocess.media.strips import cut_items
-from trinity.preprocess.media_limits import MediaBudget, MediaLimits, MediaProblem, TooManyTokens, explain_length
+from trinity.preprocess.media_limits import MediaBudget, MediaProblem, TooManyTokens, explain_length
 from trinity.preprocess.preparation_lanes import (
     MOST_PREPARED_BYTES,
     LaneVisit,
@@ -94,15 +94,25 @@ class _ParsedRequest(msgspec.Struct, frozen=True):
     names: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class ProcessorConfig(ProcessorOptions):
+    """Arguments of a ``RequestProcessor``.
+
+    - ``model_dir``: directory of a transformers checkpoint.
+    - ``threads`` (threads, 2): requests or images that are processed at a time.
+    - ``strips`` (1): items that an image becomes at most, where its tiles are encoded each by itself.
+    """
+
+    model_dir: str | Path
+    threads: int = field(default=2, kw_only=True)
+    strips: int = field(default=1, kw_only=True)
+
+
+@documented_by(ProcessorConfig)
 class RequestProcessor:
     """Turns requests into work for the cores, with the model's own tokenizer, chat template and processor.
 
-    - ``model_dir``: directory of a transformers checkpoint.
-    - ``limits`` (``MediaLimits()``): limits on media and prompts.
-    - ``threads`` (threads, 2): requests or images that are processed at a time.
-    - ``ignore_generation_config`` (()): fields of the generation config that are not followed; True: all.
-    - ``strips`` (1): items that an image becomes at most, where its tiles are encoded each by itself.
-    - ``processor`` (None): an ``OwnProcessor``, or the directory of one, in place of the checkpoint's.
+    {settings}
 
     Attributes:
 
@@ -127,24 +137,15 @@ class RequestProcessor:
     _reads_first = True  # a template may run on threads of this process
     pools_images = False
 
-    def __init__(
-        self,
-        model_dir: str | Path,
-        *,
-        limits: MediaLimits | None = None,
-        threads: int = 2,
-        ignore_generation_config: Collection[str] | bool = (),
-        strips: int = 1,
-        processor: GivenProcessor | None = None,
-        transparency: Transparency = "white",
-    ) -> None:
-        self.limits, self.strips = limits or MediaLimits(), strips
-        given = ignore_generation_config, processor, transparency
-        self.loaded = load_tokenizer_and_processor(Path(model_dir), *given)
+    @takes(ProcessorConfig)
+    def __init__(self, config: ProcessorConfig, _: Set[str]) -> None:
+        model_dir, threads = Path(config.model_dir), config.threads
+        self.config, self.limits, self.strips = config, config.limits, config.strips
+        self.loaded = load_tokenizer_and_processor(model_dir, config)
         self._kinds = [kind for kind in list_kinds() if kind.name in self.loaded.placeholders]
         self.readers = self._readers = {kind.name: kind.open_reader(self.loaded, self.limits) for kind in self._kinds}
         self._fetcher = UrlFetcher(self.limits, find_fetch_rules)
-        self.sampling_door = SamplingDoor(Path(model_dir), self.loaded.config)
+        self.sampling_door = SamplingDoor(model_dir, self.loaded.config)
         self.at_once = threads  # items that are read at a time
         self._text_lane = PreparationLane("trinity-processor-text", threads)
         self._media_lane = PreparationLane("trinity-processor-media", threads)
@@ -153,11 +154,11 @@ class RequestProcessor:
             "preparing media": (self._media_lane, self.limits.preprocess_timeout_s),
         }
         self.room, self._closed = SharedRoom(MOST_PREPARED_BYTES, self.limits.preprocess_timeout_s), False
-        config, writer = self.loaded.config, self.loaded.writer
-        self.model_type: str = config.model_type
-        self.context_length: int = _context_length(config, self.loaded.tokenizer)
-        self.vocabulary: int | None = getattr(config.get_text_config(), "vocab_size", None)
-        self.defaults = load_generation_defaults(Path(model_dir), self.vocabulary, ignore_generation_config, writer)
+        model, writer = self.loaded.config, self.loaded.writer
+        self.model_type: str = model.model_type
+        self.context_length: int = _context_length(model, self.loaded.tokenizer)
+        self.vocabulary: int | None = getattr(model.get_text_config(), "vocab_size", None)
+        self.defaults = load_generation_defaults(model_dir, self.vocabulary, config.ignore_generation_config, writer)
         self._prompt_tokenizer = PromptTokenizer(self.loaded, self.vocabulary, self._readers.get("image"))
         self._prompt_reader = PromptReader(self.loaded)
         self.tokenizer: Any = self.loaded.tokenizer

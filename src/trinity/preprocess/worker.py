@@ -22,6 +22,7 @@ import traceback
 import warnings
 from collections.abc import Collection, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -29,15 +30,15 @@ from typing import Any, NoReturn
 import msgspec
 from PIL import Image
 
+from trinity.config_classes import pick_fields
 from trinity.errors import ConfigError, RequestError, describe_error
 from trinity.errors.parent_process import has_holder_ended, name_process
 from trinity.preprocess.checkpoint import model_types
-from trinity.preprocess.checkpoint.own_processor import GivenProcessor, pack_processor
-from trinity.preprocess.media.colours import Transparency
+from trinity.preprocess.checkpoint.own_processor import pack_processor
 from trinity.preprocess.media.media_costs import MediaCost, unit_s
 from trinity.preprocess.media.media_markup import IMAGE_TEXT, ImageText
 from trinity.preprocess.media_limits import MediaLimits
-from trinity.preprocess.processor import ProcessedRequest, RequestProcessor
+from trinity.preprocess.processor import ProcessedRequest, ProcessorConfig, RequestProcessor
 from trinity.request import Request
 
 PICKLE = 5  # protocol
@@ -54,34 +55,27 @@ WorkerAnswer = tuple[str, Any]  # "done" and what came of it, or the name of an 
 class WorkerSetup(msgspec.Struct, frozen=True):
     """Everything that a process needs to make of a request what its parent would.
 
-    - ``model_dir``, ``limits``, ``ignore``: arguments of its ``RequestProcessor``.
+    - ``config``: arguments of its ``RequestProcessor``, but for ``processor``; that is ``own``, pickled.
     - ``model_type``: the model's; ``markup`` is its entry in ``IMAGE_TEXT`` (None: it has none), and ``registered``
       whether the parent's program registered an adapter for it.
     - ``fingerprint``: of the parent's own processor.
-    - ``strips``: its argument of that name. ``own``: its ``processor``, pickled.
-    - ``transparency``: of the parent's processor.
     """
 
-    model_dir: str
-    limits: MediaLimits
-    ignore: Collection[str] | bool
+    config: ProcessorConfig
+    own: bytes
     model_type: str
     markup: ImageText | None
     registered: bool
     fingerprint: str
-    strips: int
-    own: bytes
-    transparency: Transparency
 
     @staticmethod
-    def of(
-        processor: RequestProcessor, model_dir: str, ignore: Collection[str] | bool, own: GivenProcessor | None = None
-    ) -> WorkerSetup:
+    def of(processor: RequestProcessor) -> WorkerSetup:
         """Describe the parent's processor."""
-        kind = processor.model_type
+        given, kind = processor.config, processor.model_type
+        config = replace(given, model_dir=Path(given.model_dir).absolute(), processor=None)
         markup, registered = IMAGE_TEXT.get(kind), kind in model_types.registered
-        rest = (processor_fingerprint(processor), processor.strips, pack_processor(own), processor.loaded.transparency)
-        return WorkerSetup(model_dir, processor.limits, ignore, kind, markup, registered, *rest)
+        fingerprint = processor_fingerprint(processor)
+        return WorkerSetup(config, pack_processor(given.processor), kind, markup, registered, fingerprint)
 
 
 def processor_fingerprint(processor: RequestProcessor) -> str:
@@ -288,9 +282,8 @@ def _load(setup: WorkerSetup) -> RequestProcessor:
         IMAGE_TEXT[setup.model_type] = setup.markup
     else:
         IMAGE_TEXT.pop(setup.model_type, None)
-    given = {"limits": setup.limits, "ignore_generation_config": setup.ignore, "strips": setup.strips}
-    given |= {"processor": pickle.loads(setup.own), "transparency": setup.transparency}
-    processor = RequestProcessor(setup.model_dir, **given)  # type: ignore[arg-type]
+    config = replace(setup.config, processor=pickle.loads(setup.own))
+    processor = RequestProcessor(**pick_fields(ProcessorConfig, config))
     _compare(processor, setup)
     processor.at_once = 1
     return processor

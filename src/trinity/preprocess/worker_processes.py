@@ -13,8 +13,9 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Set
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
@@ -23,12 +24,11 @@ from typing import Any
 import msgspec
 
 from trinity import errors
+from trinity.config_classes import pick_fields, takes
 from trinity.errors import ClosedError, ConfigError, RequestError
-from trinity.preprocess.checkpoint.own_processor import GivenProcessor
-from trinity.preprocess.media.colours import Transparency
 from trinity.preprocess.media_limits import MediaBudget, MediaLimits, MediaProblem, TooManyTokens, advise_less
 from trinity.preprocess.preparation_lanes import LaneVisit, PreparationLane
-from trinity.preprocess.processor import ProcessedRequest, RequestProcessor
+from trinity.preprocess.processor import ProcessedRequest, ProcessorConfig, RequestProcessor
 from trinity.preprocess.worker import (
     ANSWER,
     FORK,
@@ -336,28 +336,12 @@ class KillableProcessor(RequestProcessor):
 
     _reads_first = False
 
-    def __init__(
-        self,
-        model_dir: str | Path,
-        *,
-        limits: MediaLimits,
-        ignore_generation_config: Collection[str] | bool = (),
-        strips: int = 1,
-        processor: GivenProcessor | None = None,
-        transparency: Transparency = "white",
-    ) -> None:
-        super().__init__(
-            model_dir,
-            limits=limits,
-            threads=limits.processes,
-            ignore_generation_config=ignore_generation_config,
-            strips=strips,
-            processor=processor,
-            transparency=transparency,
-        )
+    @takes(ProcessorConfig)
+    def __init__(self, config: ProcessorConfig, _: Set[str]) -> None:
+        limits = config.limits
+        super().__init__(**pick_fields(ProcessorConfig, replace(config, threads=limits.processes)))
         self.at_once = 1  # of a request, in its process
-        setup = WorkerSetup.of(self, str(Path(model_dir).absolute()), ignore_generation_config, processor)
-        self.origin = WorkerOrigin(self, setup)
+        self.origin = WorkerOrigin(self, WorkerSetup.of(self))
         self._workers = {
             lane: [WorkerProcess(self.origin, niceness, limits) for _ in range(limits.processes)]
             for lane, niceness in ((self._text_lane, 0), (self._media_lane, MEDIA_NICENESS))

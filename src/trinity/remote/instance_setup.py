@@ -7,19 +7,18 @@ from pathlib import Path
 
 import msgspec
 
+from trinity.config_classes import from_plain, pick_fields
 from trinity.connector import Connector
 from trinity.core.messages import IMAGE, KV
-from trinity.core.scheduler import BatchRules
 from trinity.errors import ConfigError, LayoutMismatch
 from trinity.instance import Instance
-from trinity.memory.cache_config import CacheConfig
 from trinity.memory.weight_digests import LoadedFiles, identify_files, known_whole_digest, whole_digest
 from trinity.preprocess.processor import RequestProcessor
 from trinity.remote.channel.agreement import CHANGED, check_served
 from trinity.remote.channel.handshake import derive_block_key
 from trinity.remote.channel.wire import Layout, ModelIdentity, Setup
 from trinity.runtime.host import LoadedInstance
-from trinity.runtime.loader import ServingConfig, config_digest, hold_weights, load_instances
+from trinity.runtime.loader import ServingConfig, ServingOptions, config_digest, hold_weights, load_instances
 from trinity.runtime.model_classes import fingerprint_model
 
 
@@ -55,7 +54,7 @@ def identify_model(setup: Setup) -> LoadedFiles:
     directory = Path(setup.model)
     files = identify_files(directory)
     if setup.serves is not None:
-        sampled = ModelIdentity(fingerprint_model(directory, setup.dtype))
+        sampled = ModelIdentity(fingerprint_model(directory, _read_config(setup).dtype))
         check_served(setup.name, directory, setup.serves, sampled)
         if setup.serves.weights:
             whole = known_whole_digest(directory, files) or whole_digest(directory, loaded=files)
@@ -80,55 +79,22 @@ def make_instance_connector(setup: Setup, secret: bytes) -> Connector:
     return whole
 
 
-def _rules_of(setup: Setup) -> BatchRules:
-    switches = (setup.chunked, setup.media_budget, setup.decode_budget, setup.leading_text)
-    return BatchRules(setup.tokens, setup.media, setup.policy, setup.order, *switches)
-
-
-def _read_spec(setup: Setup) -> Instance:
-    return Instance(
-        setup.roles,
-        setup.name,
-        pools=setup.pools,
-        memory_bytes=setup.memory_bytes,
-        lanes=setup.lanes,
-        depth=setup.depth,
-        stages=setup.stages,
-        threads=setup.threads,
-        cores=setup.cores,
-        device=setup.device,
-        prefix_cache=setup.prefix_cache,
-        image_cache=setup.image_cache,
-        reservation=setup.reservation,
-        attention=setup.attention,
-        pack=setup.pack,
-        token_budget=setup.most_tokens,
-        image_budget=setup.most_images,
-    )
+def read_instance(setup: Setup) -> Instance:
+    """Read the settings of the instance. Raises ``ConfigError``."""
+    return from_plain(Instance, setup.instance)
 
 
 def _read_config(setup: Setup) -> ServingConfig:
+    serving = from_plain(ServingOptions, setup.serving)
+    model = setup.paced or Path(setup.model)
     return ServingConfig(
-        model=setup.paced or Path(setup.model),
-        dtype=setup.dtype,
-        slo=setup.slo,
-        budgets=setup.budgets,
-        rules=_rules_of(setup),
-        cache=CacheConfig(
-            image_block_size=setup.image_block_size, kv_block_size=setup.kv_block_size, kv_dtype=setup.kv_dtype
-        ),
-        observe=None,
-        device=setup.device,
-        shared=True,
-        transfers=setup.transfers,
-        beside=setup.beside,
-        shelf=setup.shelf,
+        model, shared=True, beside=setup.beside, shelf=setup.shelf, **pick_fields(ServingOptions, serving)
     )
 
 
 def hold_instance_weights(setup: Setup) -> object | None:
     """Load what an instance may have beside the life that it follows; None for no weights. Blocks, as below."""
-    return hold_weights(_read_config(setup), _read_spec(setup))
+    return hold_weights(_read_config(setup), read_instance(setup))
 
 
 def prepare_transports(connector: Connector, roles: str) -> None:
@@ -141,10 +107,11 @@ def prepare_transports(connector: Connector, roles: str) -> None:
 def load_instance(setup: Setup) -> LoadedInstance:
     """Load weights, make pools and profile budgets. Blocks: run it on a thread."""
     check_model(setup)
-    measured = (setup.slo is not None and setup.budgets is None) or setup.most_images is not None
+    spec, config = read_instance(setup), _read_config(setup)
+    measured = (config.slo is not None and config.budgets is None) or spec.image_budget is not None
     processor = RequestProcessor(setup.model) if measured and setup.paced is None else None
     try:
-        loaded = load_instances(_read_config(setup), [_read_spec(setup)], processor)[0]
+        loaded = load_instances(config, [spec], processor)[0]
         loaded.settings = replace(loaded.settings, epoch=setup.epoch, host=setup.host)
         return loaded
     finally:

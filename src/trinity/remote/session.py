@@ -53,7 +53,7 @@ from trinity.remote.channel.wire import (
 from trinity.remote.fellow_front_ends import REPORT_BACKLOG as REPORT_BACKLOG
 from trinity.remote.fellow_front_ends import Fellows
 from trinity.remote.instance_loading import BUSY_BEAT_S, load_life, send_while_open
-from trinity.remote.instance_setup import describe_layouts, identify_model, make_instance_connector
+from trinity.remote.instance_setup import describe_layouts, identify_model, make_instance_connector, read_instance
 from trinity.remote.lane_steps import LaneSteps
 from trinity.runtime.cpu_affinity import check_cores, pin_process
 from trinity.runtime.host import InstanceHost
@@ -111,8 +111,9 @@ class InstanceSession:
         """
         self._frontend = channel
         try:
-            check_cores(setup.cores, setup.name)
-            with pin_process(setup.cores):
+            cores = read_instance(setup).cores
+            check_cores(cores, setup.name)
+            with pin_process(cores):
                 await self._run(channel, setup)
         except TrinityError as error:
             await _give_up(channel, InstanceFailure(type(error).__name__, str(error)))

@@ -389,7 +389,7 @@ async def _load(
     cache = check_value("cache", cache, CacheConfig | None)
     transfers = check_value("transfers", transfers, TransferPolicy | None)
     dtype, device = check_value("dtype", dtype, str), check_value("device", device, str)
-    config = loader.ServingConfig(loader.resolve_model(model), dtype, device, shared=True)
+    config = loader.ServingConfig(loader.resolve_model(model), shared=True, dtype=dtype, device=device)
     config = replace(config, cache=cache or CacheConfig(), transfers=transfers or TransferPolicy())
     (loaded,) = await asyncio.to_thread(loader.load_instances, config, [spec], None)
     return loaded

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
+from trinity.config_classes import pick_fields
 from trinity.connector import Connector
 from trinity.core import InstanceCore
 from trinity.core.instance.rates import units
-from trinity.core.instance.settings import Settings
+from trinity.core.instance.settings import BlockSizes, CoreOptions, Settings
 from trinity.core.messages import (
     FRONTEND,
     IMAGE,
@@ -37,7 +38,6 @@ from trinity.core.messages import (
     Value,
 )
 from trinity.core.routing.router import RoutingPolicy
-from trinity.core.scheduler import BatchRules
 from trinity.costs.pool_sizes import check_available
 from trinity.emulation.model import EmulatedModel
 from trinity.emulation.stages import build_emulated_stages
@@ -154,7 +154,6 @@ def build_instance(
     spec: Instance,
     model: LoadedModel | EmulatedModel,
     pools: Mapping[str, int],
-    rules: BatchRules,
     cache: CacheConfig,
     observe: Callable[..., None] | None,
     shared: bool = False,
@@ -178,15 +177,9 @@ def build_instance(
         name=spec.name,
         roles=spec.roles,
         pools={kind: each.blocks for kind, each in memory.items()},
-        rules=rules,
-        lanes=spec.lanes,
-        depth=spec.steps_in_flight,
-        image_block_size=cache.image_block_size,
-        kv_block_size=cache.kv_block_size,
-        image_cache=spec.image_cache,
-        reservation=spec.reservation,
-        prefix_cache=spec.prefix_cache,
         layers=memory[KV].shape.shape[0] if KV in memory else 1,
+        **pick_fields(BlockSizes, cache),
+        **pick_fields(CoreOptions, spec) | {"depth": spec.steps_in_flight},
     )
     return loaded
 
@@ -260,7 +253,7 @@ class InstanceHost:
                 0 if isinstance(self.loaded.model, EmulatedModel) else spec.threads,
                 cores,
                 make_lane_stream(spec.device, lane, spec.roles),
-                self.loaded.settings.depth,
+                self.loaded.settings.steps_in_flight,
                 self._thread.decide,
                 self.loaded.model.vocabulary,
             )

@@ -5,17 +5,18 @@ from __future__ import annotations
 import hashlib
 import os
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 
+from trinity.config_classes import pick_fields
+from trinity.core.instance.settings import PoolSizes, SchedulingOptions
 from trinity.core.messages import IMAGE, KV, STATE
 from trinity.core.routing.router import RoutingPolicy
 from trinity.core.scheduler import BatchRules, latency_bound
-from trinity.core.transfers import TransferPolicy
 from trinity.costs.budgets import StepBudgets
 from trinity.costs.device_memory import POOL_SHARE, DeviceTenant, free_when_loaded, group_by_device, share_of_pools
 from trinity.costs.pool_sizes import available_memory, fits_beside, size_pools
@@ -24,15 +25,14 @@ from trinity.demo import SHAPES_MODEL
 from trinity.emulation.model import EmulatedModel
 from trinity.emulation.processor import EmulatedProcessor
 from trinity.errors import ConfigError
+from trinity.errors.arguments import DeviceName, DtypeName
 from trinity.errors.hub_ids import locate_model
 from trinity.instance import Instance
 from trinity.memory.cache_config import CacheConfig
 from trinity.memory.devices import ENCODE_BYTES, gpu_number, use_device
 from trinity.memory.freed_memory import release_freed_memory
 from trinity.preprocess.checkpoint.config_file import check_directory
-from trinity.preprocess.checkpoint.own_processor import GivenProcessor
-from trinity.preprocess.media.colours import Transparency
-from trinity.preprocess.media_limits import MediaLimits
+from trinity.preprocess.loader import ProcessorOptions
 from trinity.preprocess.processor import RequestProcessor
 from trinity.preprocess.worker_processes import KillableProcessor
 from trinity.runtime.host import InstanceHost, LoadedInstance, Network, build_instance
@@ -48,39 +48,41 @@ DEFAULT_CACHE_BYTES = 1 << 30  # at most, of an instance's pools on a CPU; an ei
 SHIPPED_MODEL = "shapes"  # the name of the checkpoint that comes with trinity
 DEFAULT_BLOCKS = 8192  # at most, of each kind, in an instance's pools on a CPU
 PROBE_BLOCKS = {IMAGE: 64, KV: 512, STATE: 64}  # blocks of each kind in a copy that is only profiled
-DEFAULT_RULES = BatchRules()
-DEFAULT_TRANSFERS = TransferPolicy()
-DEFAULT_CACHE = CacheConfig()
 _GIVE_MODEL = "give a checkpoint's directory or hub name; model.save_pretrained(directory) writes that of a loaded one"
 GivenModel = Annotated[str | Path | EmulatedModel, msgspec.Meta(description=_GIVE_MODEL)]
 
 
+@dataclass(frozen=True, kw_only=True)
+class ServingOptions(SchedulingOptions):
+    """Settings of a pipeline that all of its instances share.
+
+    - ``dtype`` ("auto"): of weights and caches; "auto" is the checkpoint's own.
+    - ``device`` ("cpu"): of instances that have none themselves.
+    - ``slo`` (seconds, None): TTFT and TBT bounds; the budgets of Algorithm 1 are profiled at start to keep them.
+    - ``budgets`` (None): ``StepBudgets`` by hand. With neither, a step takes 2,048 tokens and one image.
+    - ``cache`` (``CacheConfig()``): block sizes, and pools or memory of every instance that sets none itself.
+    - ``observe`` (None): called as ``observe(request_id, index, logits)`` with all logits before sampling.
+    """
+
+    dtype: DtypeName = "auto"
+    device: DeviceName = "cpu"
+    slo: SLO | None = None
+    budgets: StepBudgets | None = None
+    cache: CacheConfig = CacheConfig()
+    observe: Callable[..., None] | None = None
+
+
 @dataclass(frozen=True)
-class ServingConfig:
-    """Settings that all instances of a pipeline share.
+class ServingConfig(ServingOptions):
+    """Settings that instances are loaded with.
 
     - ``model``: a checkpoint's directory, or an emulated model.
-    - ``dtype`` ("auto"), ``device`` ("cpu"): of weights and caches.
-    - ``slo`` (seconds, None): TTFT and TBT bounds, for which budgets are profiled.
-    - ``budgets`` (None): token and image budgets set by the user.
-    - ``rules``: scheduling rules of instances that have none of their own.
-    - ``cache``: block sizes, and pools or memory of instances that set none.
-    - ``observe`` (None): called with the logits before sampling.
-    - ``transfers``: when blocks start to move.
     - ``shared`` (False): pools in memory files, which other processes can map.
     - ``beside`` (()): instances in processes of their own that share the device of this one's.
     - ``shelf`` (""): path of the ``WeightShelf`` by which they share weights; "": each has its own.
     """
 
     model: Path | EmulatedModel
-    dtype: str = "auto"
-    device: str = "cpu"
-    slo: SLO | None = None
-    budgets: StepBudgets | None = None
-    rules: BatchRules = DEFAULT_RULES
-    cache: CacheConfig = DEFAULT_CACHE
-    observe: Callable[..., None] | None = None
-    transfers: TransferPolicy = DEFAULT_TRANSFERS
     shared: bool = False
     beside: tuple[DeviceTenant, ...] = ()
     shelf: str = ""
@@ -121,23 +123,16 @@ def resolve_model(model: str | Path | EmulatedModel, download: bool = False) -> 
 
 def make_processor(
     model: Path | EmulatedModel,
-    limits: MediaLimits | None = None,
-    ignore: Collection[str] | bool = (),
+    options: ProcessorOptions = ProcessorOptions(),
     strips: int = 1,
-    own: GivenProcessor | None = None,
-    transparency: Transparency = "white",
     *,
     here: bool = True,
 ) -> RequestProcessor:
     """Make the model's request processor; ``here``: its instances are in this process. Blocks: run it on a thread."""
     if isinstance(model, EmulatedModel):
-        return EmulatedProcessor(model, limits=limits, strips=strips)
-    given: dict[str, Any] = {"ignore_generation_config": ignore, "strips": strips, "processor": own}
-    given["transparency"] = transparency
-    if limits is not None and limits.processes:
-        made: RequestProcessor = KillableProcessor(model, limits=limits, **given)
-    else:
-        made = RequestProcessor(model, limits=limits, **given)
+        return EmulatedProcessor(model, limits=options.limits, strips=strips)
+    kind = KillableProcessor if options.limits.processes else RequestProcessor
+    made = kind(model, strips=strips, **pick_fields(ProcessorOptions, options))
     made.sampling_door.registered = here
     return made
 
@@ -156,7 +151,7 @@ def load_instances(
     specs = [_complete_spec(config, spec, [*instances, *beside]) for spec in instances]
     models = [_get_model(config, spec) for spec in specs]
     for spec, model, pools in zip(specs, models, choose_pools(config, specs, models), strict=True):
-        instance = build_instance(spec, model, pools, config.rules, config.cache, config.observe, config.shared)
+        instance = build_instance(spec, model, pools, config.cache, config.observe, config.shared)
         rules = _make_rules(config, instance, processor)
         transfers = config.transfers
         instance.settings = replace(instance.settings, rules=rules, transfers=transfers, lease_s=transfers.lease_s)
@@ -226,7 +221,7 @@ def _build_copy(
     config: ServingConfig, spec: Instance, model: LoadedModel | EmulatedModel, pools: Mapping[str, int]
 ) -> LoadedInstance:
     pools = {kind: min(blocks, PROBE_BLOCKS[kind]) for kind, blocks in pools.items()}
-    return build_instance(spec, model, pools, config.rules, config.cache, None)
+    return build_instance(spec, model, pools, config.cache, None)
 
 
 def _complete_spec(config: ServingConfig, spec: Instance, here: Sequence[Instance]) -> Instance:
@@ -279,9 +274,8 @@ def choose_pools(
 
 def describe_tenant(spec: Instance, cache: CacheConfig) -> DeviceTenant:
     """Describe an instance to those that share its device: what it has set itself, else what the pipeline has."""
-    if spec.pools is not None or spec.memory_bytes is not None:
-        return DeviceTenant(spec.roles, None if spec.pools is None else dict(spec.pools), spec.memory_bytes)
-    return DeviceTenant(spec.roles, None if cache.pools is None else dict(cache.pools), cache.memory_bytes)
+    has_own = spec.pools is not None or spec.memory_bytes is not None
+    return DeviceTenant(spec.roles, **pick_fields(PoolSizes, spec if has_own else cache))
 
 
 def _choose_sizes(
@@ -375,7 +369,7 @@ def _make_rules(config: ServingConfig, instance: LoadedInstance, processor: Requ
 
     The instance's own batch limits override all of them.
     """
-    rules = instance.spec.rules or config.rules
+    rules = instance.spec.rules or config.rules or BatchRules()
     budgets = config.budgets
     if budgets is None and config.slo is not None and instance.spec.rules is None:
         limit = latency_bound(instance.spec.roles, config.slo.ttft, config.slo.tbt)

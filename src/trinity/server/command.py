@@ -21,7 +21,7 @@ from typing import Any
 
 import uvicorn
 
-from trinity.core.frontend import MAX_WAITING_BYTES
+from trinity.core.frontend import FrontendOptions
 from trinity.errors import ConfigError
 from trinity.memory.freed_memory import return_large_at_once
 from trinity.pipeline import FailurePolicy, Pipeline
@@ -219,7 +219,9 @@ def make_served_pipeline(arguments: argparse.Namespace) -> Pipeline:
         dtype=arguments.dtype,
         device=arguments.device,
         max_waiting=arguments.max_waiting,
-        max_waiting_bytes=3 * MAX_WAITING_BYTES // 4,  # the rest is for bodies: max_held_bytes, and what reads them
+        max_waiting_bytes=3
+        * FrontendOptions.max_waiting_bytes
+        // 4,  # the rest is for bodies: max_held_bytes, and what reads them
         spread=arguments.spread,
         failures=FailurePolicy(
             recoveries=arguments.recoveries,

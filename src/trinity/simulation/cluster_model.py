@@ -12,8 +12,7 @@ from typing import Any
 from msgspec.structs import replace
 
 from trinity.core import InstanceCore
-from trinity.core.failure_policy import NO_RECOVERY, FailurePolicy
-from trinity.core.frontend import Deliver, End
+from trinity.core.frontend import Deliver, End, FrontendOptions
 from trinity.core.instance.state import Settings
 from trinity.core.messages import (
     FRONTEND,
@@ -165,18 +164,16 @@ class SimulatedCluster(EventLoop):
         costs: Sequence[CostModel],
         model: ModelShape,
         routing: Callable[[], RoutingPolicy],
-        max_waiting: int,
+        frontend: FrontendOptions,
         interference: float,
         shared: bool,
         record: bool,
         ask: int = 0,
-        spread: int = 1,
-        failures: FailurePolicy = NO_RECOVERY,
     ) -> None:
-        super().__init__(instances, routing, max_waiting, failures, spread)
+        super().__init__(instances, routing, frontend)
         self.timed = any(core.next_timer() is not None for core in self.cores.values())
         self.cluster, self.jobs, self.shared, self.interference = cluster, jobs, shared, interference
-        self.ask, self.context, self.strips = ask, model.context, spread
+        self.ask, self.context, self.strips = ask, model.context, frontend.spread or 1
         self.asking = any(asked_tokens(job, ask, model.context) > job.max_tokens for job in jobs)
         self.workers = {
             name: SimulatedInstance(core, place, cost, model)

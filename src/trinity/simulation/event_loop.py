@@ -14,8 +14,7 @@ from math import inf
 from typing import Any
 
 from trinity.core import InstanceCore
-from trinity.core.failure_policy import NO_RECOVERY, FailurePolicy
-from trinity.core.frontend import Deliver, End, FrontendCore
+from trinity.core.frontend import Deliver, End, FrontendCore, FrontendOptions
 from trinity.core.instance.state import Settings
 from trinity.core.messages import (
     FRONTEND,
@@ -44,23 +43,21 @@ class EventLoop:
     """Instance cores and front ends, mostly one. Subclasses carry out commands: ``send``, ``start``, ``pull``, ...
 
     ``carriers`` maps each type of command to its method. ``routing()`` makes the policy of each core. ``timed`` may be
-    false where no core has a timer (no reports, leases or deadlines). ``spread``: the front ends'. ``front_ends`` names
-    them: the first one is ``frontend``, ``frontends`` has all that live.
+    false where no core has a timer (no reports, leases or deadlines). ``options`` are the front ends', which
+    ``front_ends`` names: the first one is ``frontend``, ``frontends`` has all that live.
     """
 
     def __init__(
         self,
         instances: Sequence[Settings],
         routing: Callable[[], RoutingPolicy],
-        max_waiting: int = 1024,
-        failures: FailurePolicy = NO_RECOVERY,
-        spread: int = 1,
+        options: FrontendOptions,
         front_ends: Sequence[str] = (FRONTEND,),
     ) -> None:
         self.cores = {each.name: InstanceCore(each, routing()) for each in instances}
 
         def make_frontend(name: str) -> FrontendCore:
-            return FrontendCore(routing(), max_waiting, failures=failures, spread=spread, name=name)
+            return FrontendCore(routing(), options, name)
 
         self.make_frontend = make_frontend
         self.frontends = {name: make_frontend(name) for name in front_ends}

@@ -117,7 +117,8 @@ class AdaptiveCluster(SimulatedCluster):
     def __init__(
         self, instances: Sequence[Settings], jobs: Sequence[Job], plans: Sequence[SwitchPlan], **options: Any
     ) -> None:
-        super().__init__([_with_reports(each) for each in instances], jobs, failures=FailurePolicy(), **options)
+        options["frontend"] = replace(options["frontend"], failures=FailurePolicy())
+        super().__init__([_with_reports(each) for each in instances], jobs, **options)
         self._model, self._routing = options["model"], options["routing"]
         self._departure: SwitchUnderWay | None = None
         self._left: deque[tuple[PlacementChange, Settings]] = deque()

@@ -43,7 +43,7 @@ class ScreeningRow:
         return self.exact is None or value in self.exact
 
 
-ANY_VALUE = ScreeningRow()
+ANY_VALUE, AT_DEFAULT = ScreeningRow(), ScreeningRow(())
 DECODE_MOVES = "decodes move only where instances switch roles, which the cores replay"
 REPORTS = ScreeningRow(note="only reports hang on it, and none are sent where loads are known at once")
 
@@ -54,7 +54,7 @@ SCREENED_AS: Mapping[str, ScreeningRow] = {
     "Settings.rules": ScreeningRow(note="by their own rows"),
     "Settings.host": ScreeningRow(("",), note="a Simulator names none: in turn over all hosts, each move at its price"),
     "Settings.lanes": ANY_VALUE,
-    "Settings.depth": ScreeningRow((1,), note="with 1 in place of 2, up to 85 % of the goodput were lost"),
+    "Settings.depth": ScreeningRow((None, 1), note="with 1 in place of 2, up to 85 % of the goodput were lost"),
     "Settings.image_block_size": ScreeningRow(note="equal on all instances"),
     "Settings.kv_block_size": ScreeningRow(note="equal on all instances"),
     "Settings.image_cache": ScreeningRow(note="equal on all instances"),
@@ -151,8 +151,7 @@ def screen_settings(
 ) -> ScreenedInstances:
     """Find the nearest settings that the screening engine has.
 
-    ``costs``: of the steps, by instance. ``routing``: the policy's name. ``spread``: encoders of a request. Raises
-    ``KeyError`` for a setting that has no row in ``SCREENED_AS``.
+    ``costs``: of the steps, by instance. ``routing``: the policy's name. ``spread``: encoders of a request.
     """
     found: dict[tuple[str, Any], StandIn | None] = {}
     near = [_nearest(each, found) for each in settings]
@@ -177,16 +176,23 @@ def _nearest(value: Any, found: dict[tuple[str, Any], StandIn | None]) -> Any:
         own = getattr(value, each.name)
         if isinstance(own, BatchRules | TransferPolicy):
             changed[each.name] = _nearest(own, found)
-        elif SCREENED_AS[f"{kind}.{each.name}"].exact is not None:
+        elif (row := find_row(f"{kind}.{each.name}")).exact is not None and (
+            row is not AT_DEFAULT or own != each.default
+        ):
             asked = name_cost(own) if each.name == "cost" and own is not None else own
             stands = _look_up(f"{kind}.{each.name}", asked, found)
             changed[each.name] = own if each.name == "cost" else stands
     return replace(value, **changed)
 
 
+def find_row(setting: str) -> ScreeningRow:
+    """Return a setting's row. One without a row is screened at its default alone: any other value goes to the cores."""
+    return SCREENED_AS.get(setting, AT_DEFAULT)
+
+
 def _look_up(setting: str, value: Any, found: dict[tuple[str, Any], StandIn | None]) -> Any:
     """Return a value's stand-in and note it in ``found``; the value itself where there is none (noted as None)."""
-    row = SCREENED_AS[setting]
+    row = find_row(setting)
     if row.has(value):
         return value
     known = value in row.stand_ins

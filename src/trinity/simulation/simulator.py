@@ -9,19 +9,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence, Set
+from dataclasses import KW_ONLY, dataclass, replace
 from math import inf
 from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 
-from trinity.core.instance.settings import Reservation, check_depth
+from trinity.config_classes import documented_by, pick_fields, takes
+from trinity.core.failure_policy import NO_RECOVERY
+from trinity.core.frontend import FrontendOptions
+from trinity.core.instance.settings import CoreOptions, SchedulingOptions
 from trinity.core.instance.state import Settings
-from trinity.core.routing.router import RoutingPolicy, routing_policy
+from trinity.core.routing.router import DEFAULT_ROUTING, RoutingOptions, RoutingPolicy, routing_policy
 from trinity.core.scheduler import BatchRules, latency_bound
-from trinity.core.transfers import TransferPolicy
 from trinity.costs.budgets import StepBudgets, predict_budgets
 from trinity.costs.cluster import Cluster
 from trinity.costs.given_costs import GivenCosts, check_costs, load_costs
@@ -29,8 +31,8 @@ from trinity.costs.longer_steps import stretch_cost
 from trinity.costs.model_config import find_model_shape
 from trinity.costs.model_shape import ModelShape
 from trinity.costs.step_cost import CostModel, cost_for_device, interference_of
-from trinity.errors import ConfigError, PlacementError, UnknownName, show
-from trinity.errors.arguments import Count, Positive, Share, Whole, check_arguments, check_call
+from trinity.errors import ConfigError, PlacementError, UnknownName
+from trinity.errors.arguments import Count, Positive, Share, check_arguments, check_call
 from trinity.placement import Placement
 from trinity.simulation import compiled_engine
 from trinity.simulation.cluster_model import SimulatedCluster
@@ -44,12 +46,12 @@ from trinity.traces.goodput import ServeFunction
 from trinity.traces.trace import SLO, Trace
 
 SIMULATOR_BACKENDS = ("auto", "python", "compiled", "screening")
-LANE_LAYOUTS = (("joint",), ("vision", "language"))
 
 
 @check_arguments
-class Simulator:
-    """Replays traces on placements of one model on one cluster.
+@dataclass(frozen=True)
+class SimulatorConfig(CoreOptions, RoutingOptions, SchedulingOptions):
+    """Arguments of a ``Simulator``.
 
     - ``model``: a ``ModelShape``, its name, or a checkpoint's folder or hub id.
     - ``slo`` (s): bounds that budgets keep and requests are judged by.
@@ -57,74 +59,62 @@ class Simulator:
     - ``cost`` (None): seconds of a step, or the file of measured tables, for every device or by its name. None: a
       roofline of the model and each device. Tables are of this model and these devices, with the seconds of all stages
       that a placement has there.
-    - ``rules`` (None): ``BatchRules`` but for the budgets.
     - ``budgets`` (None): ``StepBudgets`` of every instance, or by roles. None: the largest that keep a step within the
       latency bound of the instance's roles, as a pipeline with this SLO searches them (Algorithm 1, line 5).
-    - ``routing`` ("round_robin"): a policy's name.
-    - ``spread`` (count, 1): instances with E that may encode one request's images, and the tiles of one image, as a
-      pipeline's; where there are several of them, the cores replay.
-    - ``lanes`` (("joint",)): of instances that encode beside another stage.
     - ``interference`` (factor, None): slow-down of each of two lanes while both are busy. None: as in ``cost``.
-    - ``transfers`` (None): ``TransferPolicy``. ``kv="auto"`` is taken as "off": streaming gains a goodput 2 % at most
-      (decision 0033), and a replay of it takes the cores, which are slow.
     - ``memory_share`` (0.9): share of a device's memory; pools are what the weights leave of it.
-    - ``max_waiting`` (requests, 1024): without a token, that are taken in, as by a pipeline.
-    - ``reservation`` ("full"): of KV blocks, as an ``Instance``'s.
     - ``ask`` (tokens, 0): least ``max_tokens`` of every request, though it stops after its output; rows with
       ``max_tokens`` ask for these.
-    - ``depth`` (1): steps in flight on a lane, as an ``Instance``'s.
     - ``step_factor`` (1.0): how much longer steps take than their costs say, at the budgets searched by these.
     - ``backend`` ("auto"): "python", the cores themselves; "compiled", the screening engine where its replays are
       theirs to the bit; "auto", that one where they are (``why_python``), else the cores; "screening", that one with
       the nearest settings that it has (``stand_ins``), and the cores for media that it does not know.
-
-    Raises ``ConfigError`` (``UnknownName``, ``PlacementError``) for what cannot be.
     """
 
-    def __init__(
-        self,
-        model: ModelShape | str | Path,
-        slo: SLO,
-        *,
-        cluster: Cluster,
-        cost: GivenCosts = None,
-        rules: BatchRules | None = None,
-        budgets: StepBudgets | Mapping[str, StepBudgets] | None = None,
-        routing: str = "round_robin",
-        spread: Whole = 1,
-        lanes: Sequence[str] = ("joint",),
-        interference: Annotated[float, msgspec.Meta(ge=1)] | None = None,
-        transfers: TransferPolicy | None = None,
-        memory_share: Share = 0.9,
-        max_waiting: Whole = 1024,
-        reservation: Reservation = "full",
-        ask: Count = 0,
-        depth: int = 1,
-        step_factor: Positive = 1.0,
-        backend: str = "auto",
-    ) -> None:
-        self.model, cost = find_model_shape(model), load_costs(cost)
-        check_costs(cost, self.model, cluster.devices, stages="")  # of the stages that it has where one is placed
-        self.slo, self.cluster, self.cost, self.routing = slo, cluster, cost, routing
-        self.rules, self.transfers = rules or BatchRules(), transfers or TransferPolicy()
-        self.lanes, self.backend, self.reservation, self.ask = tuple(lanes), backend, reservation, ask
-        self.depth, self.step_factor, self.spread = depth, step_factor, spread
-        self.interference = interference_of(cost) if interference is None else interference
-        self.memory_share, self.max_waiting = memory_share, max_waiting
-        self._budgets = budgets
-        self._known: dict[tuple[str, int], tuple[BatchRules, dict[str, int]]] = {}
-        self._last: tuple[Placement, bool, list[Settings]] | None = None
-        self._check_options()
+    model: ModelShape | str | Path
+    slo: SLO
+    _: KW_ONLY
+    cluster: Cluster
+    cost: GivenCosts = None
+    budgets: StepBudgets | Mapping[str, StepBudgets] | None = None
+    interference: Annotated[float, msgspec.Meta(ge=1)] | None = None
+    memory_share: Share = 0.9
+    ask: Count = 0
+    step_factor: Positive = 1.0
+    backend: str = "auto"
 
-    def _check_options(self) -> None:
+    def __post_init__(self) -> None:
+        self.check()
         if self.backend not in SIMULATOR_BACKENDS:
             raise UnknownName("backend", self.backend, SIMULATOR_BACKENDS)
-        if self.lanes not in LANE_LAYOUTS:
-            raise ConfigError(f"lanes are ('joint',) or ('vision', 'language'), got {show(self.lanes)}")
+        if not isinstance(self.routing, str | None):
+            raise ConfigError("a simulation makes a policy for each of its cores: give routing= the name of one")
+
+
+@documented_by(SimulatorConfig)
+class Simulator:
+    """Replays traces on placements of one model on one cluster.
+
+    {settings}
+
+    Budgets of the ``rules`` are those of ``budgets``. Transfers with ``kv="auto"`` are taken as "off": streaming gains
+    a goodput 2 % at most (decision 0033), and a replay of it takes the cores, which are slow; so does one of requests
+    whose images may have several encoders (``spread``). Raises ``ConfigError`` (``UnknownName``, ``PlacementError``)
+    for what cannot be.
+    """
+
+    @takes(SimulatorConfig)
+    def __init__(self, config: SimulatorConfig, _: Set[str]) -> None:
+        self.config, self.slo, self.cluster, self.backend = config, config.slo, config.cluster, config.backend
+        self.model, self.cost = find_model_shape(config.model), load_costs(config.cost)
+        check_costs(self.cost, self.model, self.cluster.devices, stages="")  # of those that it has where one is placed
+        self.interference = interference_of(self.cost) if config.interference is None else config.interference
         if not 1 <= self.interference < inf:  # the costs' own
             raise ConfigError(f"interference is at least 1, got {self.interference!r}")
-        check_depth(self.depth)
+        self.rules, self.routing = config.rules or BatchRules(), str(config.routing or DEFAULT_ROUTING)
         self.informed = bool(getattr(routing_policy(self.routing), "informed", False))
+        self._known: dict[tuple[str, int], tuple[BatchRules, dict[str, int]]] = {}
+        self._last: tuple[Placement, bool, list[Settings]] | None = None
 
     @check_call
     def check(self, placement: Placement | str) -> None:
@@ -151,28 +141,26 @@ class Simulator:
         """Count the encoders that a request may have: one where no other instance with E could help."""
         parsed = Placement.parse(placement) if isinstance(placement, str) else placement
         count = sum("E" in roles for _, roles in parsed.instances())
-        return self.spread if count > 1 else 1
+        return self.config.spread or 1 if count > 1 else 1
 
     def _settings(self, name: str, roles: str, place: int, shared: bool, helped: bool) -> Settings:
         rules, pools = self._sizes_of_roles(roles, place)
+        own, transfers = self.config, self.config.transfers
+        caches = {
+            "image_cache": own.image_cache and (shared or helped),
+            "prefix_cache": own.prefix_cache and shared,
+        }
         return Settings(
             name,
             roles,
             dict(pools),
             rules,
-            self._lanes_of(roles),
-            depth=self.depth,
-            image_cache=shared or helped,
-            prefix_cache=shared,
             layers=self.model.kv_layers,
-            reservation=self.reservation,
-            transfers=replace(self.transfers, kv="off") if self.transfers.kv == "auto" else self.transfers,
+            transfers=replace(transfers, kv="off") if transfers.kv == "auto" else transfers,
             lease_s=inf,
             report_s=Settings.report_s if self.informed or helped else inf,
+            **pick_fields(CoreOptions, own) | caches | {"lanes": own.lanes_of(roles)},
         )
-
-    def _lanes_of(self, roles: str) -> tuple[str, ...]:
-        return self.lanes if "E" in roles and roles != "E" else ("joint",)
 
     def _sizes_of_roles(self, roles: str, place: int) -> tuple[BatchRules, dict[str, int]]:
         """Return rules with their budgets, and pools, of an instance of these roles; once for equal devices."""
@@ -181,7 +169,7 @@ class Simulator:
         known = self._known.get((roles, first))
         if known is None:
             check_costs(self.cost, self.model, [device], roles)
-            pools = self.model.pools(roles, self.memory_share * device.memory)
+            pools = self.model.pools(roles, self.config.memory_share * device.memory)
             budgets, cost = self._budgets_of(roles, place), self.rules.cost or self.cost_of(place)
             rules = replace(
                 self.rules,
@@ -194,7 +182,7 @@ class Simulator:
         return known
 
     def _budgets_of(self, roles: str, place: int) -> StepBudgets:
-        given = self._budgets
+        given = self.config.budgets
         if isinstance(given, StepBudgets):
             return given
         if given is not None:
@@ -203,7 +191,7 @@ class Simulator:
             return given[roles]
         limit = latency_bound(roles, self.slo.ttft, self.slo.tbt)
         image = self.model.image_tokens if self.model.encoder else 0
-        beside = self.interference if len(self._lanes_of(roles)) > 1 else 1.0
+        beside = self.interference if len(self.config.lanes_of(roles)) > 1 else 1.0
         return predict_budgets(self.cost_of(place).seconds, roles, limit, image, warn=False, interference=beside)
 
     @check_call
@@ -215,7 +203,7 @@ class Simulator:
 
     def _step_costs(self, count: int) -> list[CostModel]:
         """Return what steps cost in a replay, of the first ``count`` devices."""
-        return [stretch_cost(self.cost_of(place), self.step_factor) for place in range(count)]
+        return [stretch_cost(self.cost_of(place), self.config.step_factor) for place in range(count)]
 
     @check_call
     def serve(self, placement: Placement | str) -> ServeFunction:
@@ -275,9 +263,9 @@ class Simulator:
             cluster=self.cluster,
             costs=self._step_costs(len(found.settings)),
             model=self.model,
-            max_waiting=self.max_waiting,
+            max_waiting=self.config.max_waiting,
             interference=self.interference,
-            ask=self.ask,
+            ask=self.config.ask,
             least_loaded=found.least_loaded,
         )
 
@@ -325,12 +313,11 @@ class Simulator:
             "costs": self._step_costs(len(settings)),
             "model": self.model,
             "routing": self._policy(),
-            "max_waiting": self.max_waiting,
+            "frontend": FrontendOptions(spread=spread, max_waiting=self.config.max_waiting, failures=NO_RECOVERY),
             "interference": self.interference,
             "shared": shared,
             "record": record,
-            "ask": self.ask,
-            "spread": spread,
+            "ask": self.config.ask,
         }
         if not changes:
             return SimulatedCluster(settings, jobs, **options)

@@ -10,6 +10,8 @@ from math import inf
 from random import Random
 from typing import Any
 
+from trinity.core.failure_policy import NO_RECOVERY
+from trinity.core.frontend import FrontendOptions
 from trinity.core.instance.settings import Settings
 from trinity.core.messages import IMAGE, KV, MediaSpan, PeerLoad, PeerUp, Work
 from trinity.core.routing.router import Router, RoutingPolicy
@@ -142,7 +144,7 @@ def _prepare_run(placement: str, routing: Callable[[], RoutingPolicy], draw: Ran
         costs=[cost_for_device(device, model, None) for device in cluster.devices],
         model=model,
         routing=routing,
-        max_waiting=1024,
+        frontend=FrontendOptions(failures=NO_RECOVERY),
         interference=1.0,
         shared=True,
         record=False,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -45,7 +46,7 @@ def test_one_without_a_token_counts_as_waiting() -> None:
 
 def test_it_is_let_in_where_the_queue_is_full() -> None:
     core = recovering("P0 D0")
-    core.max_waiting = 1
+    core.options = dataclasses.replace(core.options, max_waiting=1)
     core.handle(Submit(work("own", 3)), 0.0)
     assert [each.request for each in core.handle(Submit(work("refused", 3)), 0.0) if isinstance(each, End)]
     assert submitted(core.handle(adopt("r@x"), 0.0))

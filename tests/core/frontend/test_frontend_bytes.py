@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from typing import Any
 
@@ -10,14 +11,14 @@ import pytest
 from support.core_tables import emitted, make_frontend, sent, work
 from support.recovering import change_policy
 from trinity.core.failure_policy import FailurePolicy
-from trinity.core.frontend import MAX_WAITING_BYTES, Abort, End, FrontendCore
+from trinity.core.frontend import Abort, End, FrontendCore
 from trinity.core.messages import PREEMPTED, Finished, PeerDown, PeerUp, Sampled, Submit, Tick, Value
 from trinity.core.routing.router import RoundRobin
 
 
 def bounded(limit: int) -> FrontendCore:
     core = make_frontend()
-    core.max_waiting_bytes = limit
+    core.options = dataclasses.replace(core.options, max_waiting_bytes=limit)
     return core
 
 
@@ -102,7 +103,7 @@ def test_the_count_is_that_of_the_requests_that_are_there_in_any_order_of_events
 
 
 def test_the_default_is_one_gigabyte() -> None:
-    assert FrontendCore(RoundRobin()).max_waiting_bytes == MAX_WAITING_BYTES == 1 << 30
+    assert FrontendCore(RoundRobin()).options.max_waiting_bytes == 1 << 30
 
 
 def test_the_bytes_are_told_to_the_front_end_alone() -> None:

@@ -306,7 +306,7 @@ def test_too_many_waiting_requests_are_refused_and_tokens_make_room() -> None:
 
 
 def test_the_default_allows_1024_waiting_requests() -> None:
-    assert make_frontend().max_waiting == 1024
+    assert make_frontend().options.max_waiting == 1024
 
 
 def refused(core: FrontendCore, of: Value) -> str:

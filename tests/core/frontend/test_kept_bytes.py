@@ -111,7 +111,7 @@ def check_bytes(core: FrontendCore, sizes: dict[str, int], seen: Counter[str]) -
     held = {entry.id: sum(map(len, entry.inputs)) for entry in core.entries.values()}
     kept = sum(size for name, size in held.items() if not core.entries[name].dropped)
     assert kept == core.inputs.kept_bytes == sum(entry.kept_bytes for entry in core.entries.values())
-    assert kept <= core.failures.kept_bytes
+    assert kept <= core.options.failures.kept_bytes
     assert core.inputs.waiting_bytes == sum(entry.input_bytes for entry in core.entries.values())
     for entry in core.entries.values():
         if entry.dropped and held[entry.id]:

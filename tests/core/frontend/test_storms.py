@@ -128,7 +128,7 @@ def test_one_that_waits_for_a_turn_and_is_to_run_alone_then_waits_for_no_turn() 
     entry.suspicion.leave_behind({Life("D0", 0): False}, 2.5)
     core.handle(PeerDown("D0"), 2.5)
     core.handle(replace(peer_up("D0"), epoch=1), 2.6)
-    assert entry.is_suspect(core.failures)
+    assert entry.is_suspect(core.options.failures)
     core._try_again(entry, 2.7)
     assert core.isolation.ward == "b"
     assert "b" not in core.dispatch.retries.waiting

@@ -13,7 +13,8 @@ from support.deadly import deadly_cluster
 from support.every_order import Search
 from support.scenarios import PLACEMENTS, encode_alone, random_cluster
 from support.virtual.cluster import VirtualCluster, make_settings
-from trinity.core.frontend import Abort, FrontendCore
+from trinity.core.failure_policy import NO_RECOVERY
+from trinity.core.frontend import Abort, FrontendCore, FrontendOptions
 from trinity.core.instance.request_state import RequestState
 from trinity.core.messages import (
     Cancel,
@@ -133,7 +134,7 @@ def test_one_too_large_for_the_instance_is_refused() -> None:
 
 
 def frontend(*names: str, policy: RoutingPolicy | None = None, **kept: Any) -> FrontendCore:
-    core = FrontendCore(policy or RoundRobin(), **kept)
+    core = FrontendCore(policy or RoundRobin(), FrontendOptions(**{"failures": NO_RECOVERY, **kept}))
     for name in names:
         core.handle(peer_up(name), 0.0)
     return core

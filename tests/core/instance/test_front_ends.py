@@ -23,8 +23,8 @@ from support.core_tables import (
 from support.recovering import recovering
 from support.virtual.checks import check_state
 from trinity.core import InstanceCore
-from trinity.core.failure_policy import FailurePolicy
-from trinity.core.frontend import FrontendCore
+from trinity.core.failure_policy import NO_RECOVERY
+from trinity.core.frontend import FrontendCore, FrontendOptions
 from trinity.core.frontend.messages import MoveRequest
 from trinity.core.frontend.suspicion import Death, Life
 from trinity.core.instance.front_ends import lose_frontend
@@ -114,7 +114,7 @@ def test_words_of_where_a_request_is_go_to_its_owner() -> None:
 
 
 def test_a_front_end_that_asks_for_a_move_is_answered_by_one_that_has_not_the_request() -> None:
-    core = FrontendCore(RoundRobin(), name=OTHER)
+    core = FrontendCore(RoundRobin(), FrontendOptions(failures=NO_RECOVERY), name=OTHER)
     for peer in ("PD0", "PD1"):
         core.handle(peer_up(peer), 0.0)
     core.handle(Submit(work("r", 3)), 0.0)
@@ -306,7 +306,7 @@ def test_an_owner_is_named_so_that_nothing_is_mistaken(name: str) -> None:
     with pytest.raises(ValueError, match="a front end is called"):
         check_owner(name)
     with pytest.raises(ValueError, match="a front end is called"):
-        FrontendCore(RoundRobin(), name=name)
+        FrontendCore(RoundRobin(), FrontendOptions(failures=NO_RECOVERY), name=name)
 
 
 def test_instances_have_no_name_of_a_front_end() -> None:
@@ -317,7 +317,7 @@ def test_instances_have_no_name_of_a_front_end() -> None:
 
 
 def test_a_front_end_counts_on_from_the_highest_number_of_any() -> None:
-    core = FrontendCore(RoundRobin(), name=OTHER)
+    core = FrontendCore(RoundRobin(), FrontendOptions(failures=NO_RECOVERY), name=OTHER)
     core.handle(peer_up("PD0"), 0.0)
     core.handle(PeerLoad("PD0", newest=1000), 0.0)
     core.handle(Submit(work("r", 3)), 0.0)
@@ -343,7 +343,7 @@ def test_requests_of_one_number_have_one_order_and_the_older_one_goes_on() -> No
 
 
 def test_another_front_end_routes_past_what_the_first_one_reserved() -> None:
-    core = FrontendCore(RoundRobin(), name=OTHER)
+    core = FrontendCore(RoundRobin(), FrontendOptions(failures=NO_RECOVERY), name=OTHER)
     for peer in ("PD0", "PD1"):
         core.handle(peer_up(peer), 0.0)
     core.handle(PeerReserved("PD0", 0, True), 0.0)
@@ -354,7 +354,7 @@ def test_another_front_end_routes_past_what_the_first_one_reserved() -> None:
 
 def test_a_new_life_of_an_instance_is_open_unless_it_says_otherwise() -> None:
     """The first front end may have lifted the reservation while nobody could tell this one."""
-    core = FrontendCore(RoundRobin(), name=OTHER)
+    core = FrontendCore(RoundRobin(), FrontendOptions(failures=NO_RECOVERY), name=OTHER)
     core.handle(peer_up("PD0"), 0.0)
     core.handle(PeerReserved("PD0", 0, True), 0.0)
     core.handle(PeerDown("PD0"), 0.0)
@@ -363,7 +363,7 @@ def test_a_new_life_of_an_instance_is_open_unless_it_says_otherwise() -> None:
 
 
 def test_what_waits_for_a_reserved_instance_goes_on_as_it_is_open() -> None:
-    core = FrontendCore(RoundRobin(), name=OTHER, failures=FailurePolicy())
+    core = FrontendCore(RoundRobin(), FrontendOptions(), name=OTHER)
     core.handle(peer_up("PD0"), 0.0)
     core.handle(PeerReserved("PD0", 0, True), 0.0)
     assert brief(core.handle(Submit(work("r", 3)), 0.0)) == []
@@ -379,7 +379,7 @@ def test_one_that_is_not_the_first_has_nothing_run_alone() -> None:
         entry = core.entries["r"]
         for epoch in range(2):
             entry.suspicion.note_death(Death(Life("PD0", epoch), "PD", 0, False), 0.0)
-        assert entry.is_suspect(core.failures) is suspect
+        assert entry.is_suspect(core.options.failures) is suspect
 
 
 def test_tables_of_one_front_end_are_what_they_were() -> None:

@@ -7,7 +7,8 @@ from msgspec.structs import replace
 
 from support.core_tables import brief, done, emitted, emptied, image_offer, make_core, peer_up, sent, table, work
 from trinity.core import InstanceCore
-from trinity.core.frontend import Deliver, End, FrontendCore
+from trinity.core.failure_policy import NO_RECOVERY
+from trinity.core.frontend import Deliver, End, FrontendCore, FrontendOptions
 from trinity.core.messages import (
     Commit,
     Finished,
@@ -155,7 +156,7 @@ def test_a_lost_peer_that_nobody_had_to_do_with_changes_nothing() -> None:
 
 
 def frontend(*names: str) -> FrontendCore:
-    core = FrontendCore(RoundRobin())
+    core = FrontendCore(RoundRobin(), FrontendOptions(failures=NO_RECOVERY))
     for name in names or ("E0", "P0", "D0"):
         core.handle(peer_up(name), 0.0)
     return core

@@ -21,7 +21,8 @@ from support.core_tables import (
     work,
 )
 from trinity.core import InstanceCore
-from trinity.core.frontend import FrontendCore
+from trinity.core.failure_policy import NO_RECOVERY
+from trinity.core.frontend import FrontendCore, FrontendOptions
 from trinity.core.messages import (
     Commit,
     Failure,
@@ -256,7 +257,7 @@ def test_a_deadline_of_a_request_that_ended_is_no_timer() -> None:
 
 
 def test_the_front_end_takes_the_first_end_it_hears_of() -> None:
-    core = FrontendCore(RoundRobin())
+    core = FrontendCore(RoundRobin(), FrontendOptions(failures=NO_RECOVERY))
     for name in ("E0", "P0", "D0"):
         core.handle(peer_up(name), 0.0)
     core.handle(Submit(work("r", 1, "cat*4")), 0.0)
@@ -269,7 +270,7 @@ def test_the_front_end_takes_the_first_end_it_hears_of() -> None:
 
 
 def test_an_end_by_an_instances_own_clock_is_an_end_by_deadline() -> None:
-    core = FrontendCore(RoundRobin())
+    core = FrontendCore(RoundRobin(), FrontendOptions(failures=NO_RECOVERY))
     core.handle(peer_up("PD0"), 0.0)
     core.handle(Submit(work("r", 4, deadline_s=3.0)), 0.0)
     late = Finished(request="r", attempt=0, reason="error", failure=Failure("DeadlineExceeded", "late"), route=("PD0",))

@@ -230,7 +230,7 @@ def test_the_death_counts_though_the_life_goes_on(order: tuple[Value, ...]) -> N
     core.handle(Gone("r", 0, "P0", "D1", 4), 2.0)
     entry = core.entries["r"]
     assert ([death.life.name for death in entry.suspicion.deaths], entry.suspicion.row) == (["D0", "D1"], 2)
-    assert entry.is_suspect(core.failures), "the next one is alone"
+    assert entry.is_suspect(core.options.failures), "the next one is alone"
 
 
 def test_a_planned_end_counts_no_death() -> None:

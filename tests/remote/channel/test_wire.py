@@ -12,13 +12,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.core_tables import emitted
+from trinity.config_classes import from_plain, to_plain
 from trinity.core.messages import Commit, MediaSpan, Offer, Part, PeerUp, ResolvedSampling, Sampled, Submit, Value, Work
+from trinity.core.scheduler import BatchRules
 from trinity.costs.budgets import StepBudgets, StepCost
 from trinity.costs.model_shape import get_model_shape
 from trinity.costs.step_cost import Roofline, get_device
 from trinity.emulation.model import LLAVA_15_7B, EmulatedModel
 from trinity.errors import HandshakeError
+from trinity.instance import Instance
+from trinity.memory.cache_config import CacheConfig
 from trinity.remote.channel.wire import Hello, Layout, RouteConfig, Setup, UnsendableMessage, decode, encode
+from trinity.runtime.loader import ServingOptions
 from trinity.traces.trace import SLO
 
 names = st.text(string.ascii_letters + "é-0", min_size=1, max_size=12)
@@ -108,24 +113,27 @@ def test_objects_do_not_travel() -> None:
 
 
 def test_a_setup_travels_with_slo_budgets_and_cost() -> None:
-    setup = Setup(
-        name="E0",
-        epoch=2,
-        roles="EP",
-        model="somewhere",
+    instance = Instance(
+        "EP", "E0", lanes=("vision", "language"), threads=2, pools={"kv": 3}, rules=BatchRules(limit_s=2.0)
+    )
+    serving = ServingOptions(
         dtype="float32",
-        device="cpu",
-        routes={"kv": RouteConfig("shm")},
-        routing="round_robin",
-        lanes=("vision", "language"),
-        threads=2,
-        image_block_size=64,
-        kv_block_size=8,
-        pools={"kv": 3},
+        cache=CacheConfig(image_block_size=64, kv_block_size=8),
         slo=SLO(ttft=1.0, tbt=0.1),
         budgets=StepBudgets(token_budget=9, cost=StepCost.from_samples(prefill={1: 0.1, 5: 0.2})),
     )
-    assert decode(encode(setup)) == setup
+    setup = Setup(
+        instance=to_plain(instance),
+        serving=to_plain(serving),
+        epoch=2,
+        model="somewhere",
+        routes={"kv": RouteConfig("shm")},
+        routing="round_robin",
+    )
+    there = decode(encode(setup))
+    assert isinstance(there, Setup)
+    assert (from_plain(Instance, there.instance), from_plain(ServingOptions, there.serving)) == (instance, serving)
+    assert (there.name, there.roles, there.epoch) == ("E0", "EP", 2)
     roofline = Roofline(model=get_model_shape("qwen2-vl-7b"), device=get_device("H100"))
     paced = EmulatedModel(shape=LLAVA_15_7B, cost=roofline)
     there = decode(encode(msgspec.structs.replace(setup, paced=paced)))

@@ -29,7 +29,7 @@ from trinity.remote.supervision.process_identity import describe_inheritance, is
 from trinity.remote.supervision.warm_launchers import take_launcher
 
 
-def pipeline(placement: str, config: ProcessConfig | None = None) -> Pipeline:
+def pipeline(placement: str, config: ProcessConfig = ProcessConfig()) -> Pipeline:
     return Pipeline(MODEL, placement, hosting="process", cache=CacheConfig(pools=POOLS), processes=config)
 
 

@@ -102,20 +102,20 @@ def _backend(loaded: LoadedInstance) -> Any:
 
 
 def test_an_instance_runs_what_it_names() -> None:
-    deployment = ServingConfig(checkpoint("llava"), "float32", cache=CacheConfig(pools={"image": 1, "kv": 4}))
+    deployment = ServingConfig(checkpoint("llava"), dtype="float32", cache=CacheConfig(pools={"image": 1, "kv": 4}))
     named, auto = load_instances(deployment, [Instance("EPD", attention="torch"), Instance("PD")], None)
     assert type(_backend(named)) is TorchAttention
     assert type(_backend(auto)) is (NativeAttention if pick_backend("auto", kind()) == "native" else TorchAttention)
     with pytest.raises(ConfigError, match=r"attention='native' cannot run here: .*float64"):
         load_instances(
-            ServingConfig(checkpoint("llava"), "float64", cache=CacheConfig(pools={"kv": 4})),
+            ServingConfig(checkpoint("llava"), dtype="float64", cache=CacheConfig(pools={"kv": 4})),
             [Instance("D", attention="native")],
             None,
         )
 
 
 def test_it_travels_to_an_instance_in_a_process() -> None:
-    deployment = ServingConfig(checkpoint("llava"), "float32", cache=CacheConfig(pools={"kv": 4}))
+    deployment = ServingConfig(checkpoint("llava"), dtype="float32", cache=CacheConfig(pools={"kv": 4}))
     setup = make_setup(Instance("D", "D0", attention="torch"), deployment, Connector("shm"), "round_robin")
     there = decode(encode(setup))
     assert isinstance(there, Setup)

@@ -16,7 +16,7 @@ from trinity.connector import Connector
 from trinity.emulation.model import EmulatedModel
 from trinity.memory.cache_config import CacheConfig
 from trinity.remote.channel.wire import Setup, decode, encode
-from trinity.remote.instance_setup import load_instance
+from trinity.remote.instance_setup import load_instance, read_instance
 from trinity.remote.supervision.process_config import make_setup
 from trinity.runtime.loader import ServingConfig, load_instances
 from trinity.stages.kernels import linear, native_linear
@@ -257,7 +257,7 @@ def _embeddings(model: LoadedModel) -> torch.Tensor:
 def test_weights_are_packed_where_somebody_of_the_process_decodes(roles: str, asked: bool | None, wanted: str) -> None:
     specs = [Instance(each, pack=asked) for each in roles.split()]
     loaded = load_instances(
-        ServingConfig(checkpoint("llava"), "float32", cache=CacheConfig(pools={"image": 1, "kv": 4})), specs, None
+        ServingConfig(checkpoint("llava"), dtype="float32", cache=CacheConfig(pools={"image": 1, "kv": 4})), specs, None
     )
     languages = [each.model.language for each in loaded if not isinstance(each.model, EmulatedModel)]
     kinds = [{type(layer) for layer in part.modules() if isinstance(layer, nn.Linear)} for part in languages if part]
@@ -267,9 +267,9 @@ def test_weights_are_packed_where_somebody_of_the_process_decodes(roles: str, as
 
 
 def test_whether_to_pack_travels_to_an_instance_in_a_process() -> None:
-    deployment = ServingConfig(checkpoint("llava"), "float32", cache=CacheConfig(pools={"kv": 4}))
+    deployment = ServingConfig(checkpoint("llava"), dtype="float32", cache=CacheConfig(pools={"kv": 4}))
     for asked in (None, True, False):
         there = decode(encode(make_setup(Instance("D", "D0", pack=asked), deployment, Connector("shm"), "round_robin")))
         assert isinstance(there, Setup)
-        assert there.pack is asked
+        assert read_instance(there).pack is asked
         assert load_instance(there).spec.pack is (asked is not False)

@@ -120,7 +120,7 @@ class Bookkeeping:
     def command(self, name: str, command: Value) -> None:
         if isinstance(command, Step):
             flight = self._steps.setdefault((name, command.lane), [])
-            now, depth = len(flight) + 1, self.cores[name].settings.depth
+            now, depth = len(flight) + 1, self.cores[name].settings.steps_in_flight
             assert now <= depth, f"{name}: {now} steps at once on lane {command.lane}"
             flight.append(command)
         elif isinstance(command, Pull):

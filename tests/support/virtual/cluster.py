@@ -34,7 +34,7 @@ from support.virtual.conversation import label_reader
 from support.virtual.lives import ChannelOpened, Departure, FrontendArrival, Kill, Lives, Return
 from trinity.core import InstanceCore
 from trinity.core.failure_policy import NO_RECOVERY, FailurePolicy
-from trinity.core.frontend import Abort, Deliver, End
+from trinity.core.frontend import Abort, Deliver, End, FrontendOptions
 from trinity.core.frontend.messages import MoveEnd
 from trinity.core.instance.state import Settings
 from trinity.core.messages import (
@@ -107,7 +107,8 @@ class VirtualCluster(EventLoop):
         spread: int = 1,
         front_ends: Sequence[str] = (FRONTEND,),
     ) -> None:
-        super().__init__(instances, routing, max_waiting, failures, spread, front_ends)
+        options = FrontendOptions(max_waiting=max_waiting, failures=failures, spread=spread)
+        super().__init__(instances, routing, options, front_ends)
         self.routing = routing
         self.lives = Lives(tuple(self.cores), Random(-1 - seed), front_ends=tuple(front_ends))
         self.durations, self.faults, self.sample = durations or Durations(), faults or Faults(), sample

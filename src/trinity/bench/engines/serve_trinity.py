@@ -6,14 +6,14 @@ import asyncio
 import base64
 import json
 import socket as sockets
+from dataclasses import fields
 from typing import Any
 
 from trinity.bench.engines.wire import WireMessage, describe_server
 from trinity.core.scheduler import BatchRules
 from trinity.costs.budgets import StepBudgets
-from trinity.instance import Instance
+from trinity.instance import Instance, InstanceOptions
 from trinity.pipeline import Pipeline
-from trinity.pipeline.deploy import InstanceOptions
 from trinity.placement import Placement
 from trinity.request import Media, Request, Sampling
 from trinity.traces.trace import SLO
@@ -52,7 +52,7 @@ def make_pipeline(settings: WireMessage) -> Pipeline:
     given = dict(settings.get("pipeline", {}))
     slo, policy, threads = given.pop("slo", None), given.pop("policy", "alg1"), given.pop("threads_of", {})
     each = {"prefix_cache": settings["caches"], "image_cache": settings["caches"]}
-    each |= {name: given.pop(name) for name in [*given] if name in InstanceOptions.__annotations__}
+    each |= {name: given.pop(name) for name in [*given] if name in {option.name for option in fields(InstanceOptions)}}
     named = Placement.parse(settings["placement"]).instances()
     hosting = given.pop("hosting", "process" if len(named) > 1 else "thread")
     return Pipeline(

@@ -11,12 +11,13 @@ that is answered with Forget.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from math import inf
 from typing import Any
 
 from msgspec.structs import replace
 
-from trinity.core.failure_policy import NO_RECOVERY, FailurePolicy
+from trinity.core.failure_policy import FailurePolicy
 from trinity.core.frontend.decode_moves import DecodeMoves, drop_move, note_moved, refuse_move
 from trinity.core.frontend.dispatch import Dispatch
 from trinity.core.frontend.frontend_request import (
@@ -70,18 +71,28 @@ from trinity.core.messages import (
     Value,
     Work,
 )
-from trinity.core.routing.router import Router, RoutingPolicy
+from trinity.core.routing.router import Router, RoutingOptions, RoutingPolicy
+from trinity.errors.arguments import Whole
 
-MAX_WAITING_BYTES = 1 << 30
+
+@dataclass(frozen=True, kw_only=True)
+class FrontendOptions(RoutingOptions):
+    """Settings of a pipeline that its front end obeys.
+
+    - ``max_waiting_bytes`` (bytes, 1 GiB): memory of media that are being prepared or wait for an encoder; further ones
+      wait, for ``MediaLimits.preprocess_timeout_s``.
+    - ``failures`` (``FailurePolicy()``): what becomes of requests whose instance is lost: two recoveries each.
+    """
+
+    max_waiting_bytes: Whole = 1 << 30
+    failures: FailurePolicy = FailurePolicy()
 
 
 class FrontendCore:
     """``handle(event, now) -> [command]``: Send to instances, Deliver and End to readers.
 
-    ``max_waiting`` bounds the requests that have no token yet, ``max_waiting_bytes`` the bytes of their inputs;
-    ``failures`` says which requests survive a loss, and how long they wait for a stage that is away; ``spread`` how
-    many encoders may encode the media of one. ``name``: which of several front ends it is, the owner of its requests.
-    The first one alone isolates requests: two that did might wait for each other.
+    ``options``: its settings, whose ``routing`` is ``policy``. ``name``: which of several front ends it is, the owner
+    of its requests. The first one alone isolates requests: two that did might wait for each other.
 
     - ``entries``, ``lives``: requests by id, and by the name of their present life.
     - ``waiting``: count of those that have no token yet. ``taken``: number of the last request.
@@ -90,14 +101,11 @@ class FrontendCore:
     def __init__(
         self,
         policy: RoutingPolicy,
-        max_waiting: int = 1024,
-        max_waiting_bytes: int = MAX_WAITING_BYTES,
-        failures: FailurePolicy = NO_RECOVERY,
-        spread: int = 1,
+        options: FrontendOptions = FrontendOptions(),
         name: str = FRONTEND,
     ) -> None:
-        self.name, self.failures = check_owner(name), failures
-        self.max_waiting, self.max_waiting_bytes = max_waiting, max_waiting_bytes
+        self.name, self.options = check_owner(name), options
+        failures, spread = options.failures, options.spread or 1
         self.router = Router(policy)
         self.router.counts = spread > 1
         self.entries: dict[str, FrontendRequest] = {}
@@ -172,8 +180,8 @@ class FrontendCore:
 
     def _find_problem(self, work: Work, input_bytes: int) -> Failure | None:
         problem = find_malformed(work, self.router, work.request in self.entries)
-        held, most = self.inputs.waiting_bytes, self.max_waiting_bytes
-        return problem or find_overload(self.waiting, self.max_waiting, held, input_bytes, most)
+        held, most = self.inputs.waiting_bytes, self.options.max_waiting_bytes
+        return problem or find_overload(self.waiting, self.options.max_waiting, held, input_bytes, most)
 
     def _register(self, entry: FrontendRequest) -> None:
         self.entries[entry.id] = self.lives[entry.work.request] = entry
@@ -321,12 +329,12 @@ class FrontendCore:
 
     def _judge(self, entry: FrontendRequest, now: float) -> list[Value]:
         """Refuse a request for deaths that were told late, or call it back where it is to run alone and does not."""
-        if entry.aborted or entry.ended or not self.failures.recoveries:
+        if entry.aborted or entry.ended or not self.options.failures.recoveries:
             return []
         why = self.poison.find_refusal(entry)
         if why is not None:
             return drop_move(entry) + self._give_up(entry, why)
-        if not entry.is_suspect(self.failures) or entry.waits or entry.work.alone or entry.finished:
+        if not entry.is_suspect(self.options.failures) or entry.waits or entry.work.alone or entry.finished:
             return []
         name, attempt = entry.work.request, entry.work.attempt
         alone = Failure("MigrationError", "it is to run alone from now on", {"cause": NOWHERE})
@@ -399,7 +407,7 @@ class FrontendCore:
 
     def _begin_next(self, now: float) -> list[Value]:
         """Let those go on for which there is a turn or an instance now, the oldest first."""
-        most = self.failures.most_retries(len(self.entries))
+        most = self.options.failures.most_retries(len(self.entries))
         out = self._reopen(now)
         while (name := self.dispatch.retries.next(most)) is not None:
             out += self._try_again(self.entries[name], now)
@@ -478,14 +486,14 @@ class FrontendCore:
             entry.unfit_at = finished.route[-1] if finished.route else entry.holder
             out += self._leave(entry, finished, now)
         else:
-            waits, planned = self.failures.wait_s != 0, is_planned(entry.lost, self.router)
+            waits, planned = self.options.failures.wait_s != 0, is_planned(entry.lost, self.router)
             pause_s = entry.count_loss(finished, waits, planned)
             verdict = self.poison.count_death(entry, finished, now)
             if verdict is not None:
                 return out, replace(finished, failure=verdict)
             if pause_s is None:
                 self.isolation.lift(entry)
-            if entry.may_not_go_on(self.failures, lost=pause_s is None):
+            if entry.may_not_go_on(self.options.failures, lost=pause_s is None):
                 return out, after_losses(finished, len(entry.former))
             out += self._leave(entry, finished, now)
             if pause_s is None and waits and not planned and entry.suspicion.awaits_news(entry.delivered, now):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from math import inf
 from types import MappingProxyType
 from typing import Protocol, cast
@@ -19,6 +20,7 @@ from trinity.core.routing.cached_content import ReportedContent
 from trinity.core.routing.near_hosts import HostTurns
 from trinity.core.routing.stage_peers import LoadOrder, Slots, StagePeers, fitting, units_of
 from trinity.errors import describe_error
+from trinity.errors.arguments import Whole
 from trinity.plugins import load_plugin
 
 UNKNOWN_UNIT_S = 1e-9  # seconds of a unit of work whose cost is unknown: the counts decide
@@ -151,6 +153,24 @@ ROUTING_POLICIES: dict[str, Callable[[], RoutingPolicy]] = {
     "prefix_hits": PrefixHits,
     "two_choices": TwoChoices,
 }
+
+
+DEFAULT_ROUTING = "round_robin"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoutingOptions:
+    """Settings of requests on their way to instances, of a pipeline and of a simulation of one.
+
+    - ``routing`` (None): a routing policy or its name; None: a plan's, else "round_robin".
+    - ``spread`` (count, None): instances with E that may encode a request's images at once, while idle, and the tiles
+      of one image; None: a plan's, else 1.
+    - ``max_waiting`` (requests, 1024): that wait for their first token; more are ``Overloaded``.
+    """
+
+    routing: str | RoutingPolicy | None = None
+    spread: Whole | None = None
+    max_waiting: Whole = 1024
 
 
 def routing_policy(name: str | RoutingPolicy) -> RoutingPolicy:

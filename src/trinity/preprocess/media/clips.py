@@ -12,7 +12,7 @@ import numpy as np
 
 from trinity.errors import RequestError
 from trinity.errors.arguments import KeywordsByName
-from trinity.preprocess.media.colours import Transparency
+from trinity.preprocess.media.colours import WHITE, Transparency
 from trinity.preprocess.media.media_costs import Price
 from trinity.preprocess.media_limits import MediaLimits, MediaProblem
 
@@ -64,7 +64,7 @@ class Frames(msgspec.Struct, frozen=True):
         return {"total_num_frames": total, "fps": self.fps, "duration": duration, "frames_indices": indices, **size}
 
 
-def read_frames(source: Any, limits: MediaLimits, transparency: Transparency = "white") -> Frames:
+def read_frames(source: Any, limits: MediaLimits, transparency: Transparency = WHITE) -> Frames:
     """Read a clip from memory. Raises ``MediaProblem`` for what is none, or goes beyond the limits."""
     clip = source if isinstance(source, Clip) else Clip(source)
     frames = clip.frames
@@ -212,7 +212,7 @@ def price_clip(source: Any, limits: MediaLimits) -> tuple[Price, Frames]:
     return price, _with_times(np.broadcast_to(np.uint8(0), (*shape, 3)), clip)
 
 
-def plain_clip(source: Any, limits: MediaLimits, transparency: Transparency = "white") -> Clip:
+def plain_clip(source: Any, limits: MediaLimits, transparency: Transparency = WHITE) -> Clip:
     """Make a clip of plain arrays and numbers, which another process can be sent."""
     found = read_frames(source, limits, transparency)
     times = None if found.indices is None or found.fps is None else [each / found.fps for each in found.indices]

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from PIL import Image
 
 Transparency = Literal["white", "drop"]
+WHITE: Transparency = "white"  # the default
 """White: behind what is transparent, as transformers' ``convert_to_rgb`` has it. Drop: colours without their alpha."""
 
 _BAND_PIXELS = 1 << 20  # converted at a time: copies of a whole large image would take several times its own bytes

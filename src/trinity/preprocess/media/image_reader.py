@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from trinity.errors import BadMedia, ConfigError, UnsupportedModel
 from trinity.preprocess.checkpoint.own_processor import name_class
 from trinity.preprocess.fetch.url_fetch import UrlFetcher
-from trinity.preprocess.media.colours import Transparency
+from trinity.preprocess.media.colours import WHITE, Transparency
 from trinity.preprocess.media.image_calls import ImageCalls, Made, Seams
 from trinity.preprocess.media.image_sizes import count_bytes, predict_pixels
 from trinity.preprocess.media.images import image_digest, make_plain, price_picture, read_image, size_of
@@ -41,7 +41,7 @@ _EVERY_NUMBER = 1 << 30
 
 
 def open_image(
-    source: Any, *, transparency: Transparency = "white", limits: MediaLimits | None = None
+    source: Any, *, transparency: Transparency = WHITE, limits: MediaLimits | None = None
 ) -> Image.Image | np.ndarray:
     """Open an image as a pipeline does: what it returns is what the model's own processor gets.
 

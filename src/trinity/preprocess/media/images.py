@@ -17,7 +17,7 @@ import numpy as np
 from trinity.errors import describe_error
 from trinity.errors.plain_values import is_address
 from trinity.preprocess.fetch.media_sources import check_bytes, read_data_uri, read_file
-from trinity.preprocess.media.colours import ORIENTATION, Transparency, decode_rgb, narrow_array
+from trinity.preprocess.media.colours import ORIENTATION, WHITE, Transparency, decode_rgb, narrow_array
 from trinity.preprocess.media.image_prices import ImagePrice, opens_as, price_image, price_object, price_pixels
 from trinity.preprocess.media.media_costs import Price, check_price
 from trinity.preprocess.media_limits import MediaLimits, MediaProblem, TooManyTokens
@@ -36,7 +36,7 @@ def read_image(
     source: Any,
     limits: MediaLimits,
     check: Callable[[int, int], None] = lambda *_: None,
-    transparency: Transparency = "white",
+    transparency: Transparency = WHITE,
 ) -> Picture:
     """Read one image as a viewer shows it; see ``decode_rgb``.
 
@@ -94,7 +94,7 @@ def image_digest(picture: Picture) -> str:
 
 
 def make_plain(
-    source: Any, limits: MediaLimits, check: Callable[[int, int], None], transparency: Transparency = "white"
+    source: Any, limits: MediaLimits, check: Callable[[int, int], None], transparency: Transparency = WHITE
 ) -> Any:
     """Turn a source into one of the same picture, digest included, that another process can be sent.
 

@@ -22,7 +22,7 @@ import msgspec
 
 from trinity.errors import BadMedia, ConfigError, RequestError, describe_error
 from trinity.errors.plain_values import is_address
-from trinity.preprocess.media.colours import Transparency
+from trinity.preprocess.media.colours import WHITE, Transparency
 from trinity.preprocess.media_limits import MediaLimits
 from trinity.request import Media, Request
 
@@ -146,7 +146,7 @@ class LoadedProcessor(msgspec.Struct, frozen=True):
     video_tail: int = 0
     clip_tokens: int = 0
     beside: str = ""
-    transparency: Transparency = "white"
+    transparency: Transparency = WHITE
 
 
 def add_salt(content: str, salt: str) -> str:

@@ -19,7 +19,7 @@ import struct
 
 from trinity.errors import HandshakeError
 
-VERSION = 7
+VERSION = 8
 MAGIC = b"TRNY"
 NONCE = 32
 GREETING = len(MAGIC) + 3 + NONCE  # bytes: magic, version, flags, nonce

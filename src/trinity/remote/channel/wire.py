@@ -8,7 +8,6 @@ from typing import Any
 import msgspec
 
 from trinity.core.frontend.journal import Journal, JournalKept, JournalStart
-from trinity.core.instance.settings import Reservation
 from trinity.core.messages import (
     Cancel,
     Caught,
@@ -39,18 +38,13 @@ from trinity.core.messages import (
     Value,
     Withdraw,
 )
-from trinity.core.scheduler import Order, Policy
-from trinity.core.transfers import TransferPolicy
 from trinity.core.values import FrontendUp, NotTaken
-from trinity.costs.budgets import StepBudgets
 from trinity.costs.device_memory import DeviceTenant
 from trinity.costs.visual_tokens import decode_rule, encode_rule
 from trinity.emulation.model import EmulatedModel
 from trinity.errors import HandshakeError, TransportError, describe_error
-from trinity.memory.cache_config import KvDtype
 from trinity.memory.digests import Verify
 from trinity.remote.channel import channel
-from trinity.traces.trace import SLO
 
 TENSOR = 1  # the extension code of a tensor
 ITEM_BYTES = {  # the dtypes that travel: no quantized one, whose tensors torch cannot make of plain bytes
@@ -110,58 +104,37 @@ class RouteConfig(Value, frozen=True):
 class Setup(Value, frozen=True, kw_only=True):
     """Front end to a new instance: what to load and how to run. ``paced`` replaces the checkpoint ``model``.
 
-    ``routes``: transports by kind of block. ``stages``: names of the entry point ``trinity.stages``. ``pipeline`` tells
-    this pipeline's instances from those of an earlier one. ``config`` is the digest of the front end's copy of the
-    checkpoint's config.json. ``beside``: the pipeline's other instances on the same device. ``shelf``: the socket where
-    they leave weights for each other; "": none. ``host``: where this one is, as the pipeline names hosts. ``waits``: a
-    life of its name serves still; it loads what memory allows beside that, and waits for ``ProceedInstance``.
-    ``serves``: what the pipeline serves already, of a life that is not among its first: it must have the same.
+    ``instance``, ``serving``: its ``Instance`` and the pipeline's ``ServingOptions``, as ``to_plain`` writes them.
+    ``routes``: transports by kind of block. ``pipeline`` tells this pipeline's instances from those of an earlier one.
+    ``config`` is the digest of the front end's copy of the checkpoint's config.json. ``beside``: the pipeline's other
+    instances on the same device. ``shelf``: the socket where they leave weights for each other; "": none. ``host``:
+    where this one is, as the pipeline names hosts. ``waits``: a life of its name serves still; it loads what memory
+    allows beside that, and waits for ``ProceedInstance``. ``serves``: what the pipeline serves already, of a life that
+    is not among its first: it must have the same.
     """
 
-    name: str
-    pipeline: str = ""
-    config: str = ""
-    epoch: int
-    roles: str
+    instance: dict[str, Any]
+    serving: dict[str, Any]
     model: str
-    dtype: str
-    device: str
     routes: dict[str, RouteConfig]
     routing: str
-    lanes: tuple[str, ...]
-    threads: int
-    image_block_size: int
-    kv_block_size: int
-    kv_dtype: KvDtype = "auto"
-    cores: tuple[int, ...] = ()
-    pools: dict[str, int] | None = None
-    memory_bytes: int | None = None
-    prefix_cache: bool = True
-    image_cache: bool = True
-    reservation: Reservation = "full"
-    attention: str = "auto"
-    pack: bool | None = None
-    depth: int | None = None
-    most_tokens: int | None = None
-    most_images: int | None = None
-    slo: SLO | None = None
-    budgets: StepBudgets | None = None
-    tokens: int = 2048
-    media: int = 1
-    policy: Policy = "alg1"
-    order: Order = "fcfs"
-    chunked: bool = True
-    media_budget: bool = True
-    decode_budget: bool = True
-    leading_text: bool = True
-    stages: tuple[str, ...] = ()
-    transfers: TransferPolicy = TransferPolicy()
+    pipeline: str = ""
+    config: str = ""
+    epoch: int = 0
     paced: EmulatedModel | None = None
     beside: tuple[DeviceTenant, ...] = ()
     shelf: str = ""
     host: str = ""
     waits: bool = False
     serves: ModelIdentity | None = None
+
+    @property
+    def name(self) -> str:
+        return str(self.instance["name"])
+
+    @property
+    def roles(self) -> str:
+        return str(self.instance["roles"])
 
 
 class Attach(Value, frozen=True):

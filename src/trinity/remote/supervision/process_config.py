@@ -6,11 +6,12 @@ import logging
 import os
 import secrets
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import msgspec
 
+from trinity.config_classes import to_plain
 from trinity.connector import Connector
 from trinity.costs.device_memory import group_by_device
 from trinity.emulation.model import EmulatedModel
@@ -28,7 +29,7 @@ from trinity.remote.supervision.supervisor_messages import (
 )
 from trinity.remote.supervision.supply import InstancePlace, Supply
 from trinity.remote.supervision.warm_launchers import LAUNCHER_WAITS_S
-from trinity.runtime.loader import ServingConfig, config_digest, describe_tenant
+from trinity.runtime.loader import ServingConfig, ServingOptions, config_digest, describe_tenant
 from trinity.transport.auto import pick_scheme
 
 logger = logging.getLogger("trinity")
@@ -112,7 +113,7 @@ def make_setups(
     addresses = [each.address or (f"tcp:host-of-{each.name}:0" if supply is not None else None) for each in instances]
     routes = make_route_configs(connector, addresses)
     tenants = [
-        msgspec.structs.replace(describe_tenant(each, deployment.cache), shares=address is None)
+        replace(describe_tenant(each, deployment.cache), shares=address is None)
         for each, address in zip(instances, addresses, strict=True)
     ]
     devices = (each.device or deployment.device for each in instances)
@@ -146,46 +147,18 @@ def make_setup(spec: Instance, deployment: ServingConfig, connector: Connector, 
             "a stage's factory is an object of this process and cannot be sent to another: give stages= the name of "
             "its entry point trinity.stages, or use hosting='thread'"
         )
-    rules = spec.rules or deployment.rules
-    tenant = describe_tenant(spec, deployment.cache)
+    if any(rules is not None and rules.cost is not None for rules in (spec.rules, deployment.rules)):
+        raise ConfigError(
+            "cost= of rules is an object of this process and cannot be sent to another: give the pipeline an slo=, for "
+            "which instances measure it, or use hosting='thread'"
+        )
     return Setup(
-        name=spec.name,
-        epoch=0,
-        roles=spec.roles,
+        instance=to_plain(replace(spec, address=None)),
+        serving=to_plain(deployment, ServingOptions),
         model="" if isinstance(deployment.model, EmulatedModel) else str(deployment.model.resolve()),
         paced=deployment.model if isinstance(deployment.model, EmulatedModel) else None,
-        dtype=deployment.dtype,
-        device=spec.device or deployment.device,
         routes=make_route_configs(connector, [spec.address]),
-        stages=tuple(each for each in spec.stages if isinstance(each, str)),
         routing=routing,
-        lanes=spec.lanes,
-        depth=spec.depth,
-        most_tokens=spec.token_budget,
-        most_images=spec.image_budget,
-        threads=spec.threads,
-        cores=spec.cores,
-        image_block_size=deployment.cache.image_block_size,
-        kv_block_size=deployment.cache.kv_block_size,
-        kv_dtype=deployment.cache.kv_dtype,
-        pools=tenant.pools,
-        memory_bytes=tenant.memory_bytes,
-        prefix_cache=spec.prefix_cache,
-        image_cache=spec.image_cache,
-        reservation=spec.reservation,
-        attention=spec.attention,
-        pack=spec.pack,
-        slo=deployment.slo,
-        budgets=deployment.budgets,
-        tokens=rules.token_budget,
-        media=rules.image_budget,
-        policy=rules.policy,
-        order=rules.order,
-        chunked=rules.chunked,
-        media_budget=rules.limit_encodes,
-        decode_budget=rules.limit_decodes,
-        leading_text=rules.leading_text,
-        transfers=deployment.transfers,
     )
 
 
