@@ -15,9 +15,9 @@ from trinity.costs.budgets import StepCost
 from trinity.instance import Instance, name_instances
 from trinity.memory.cache_config import CacheConfig
 from trinity.report.plots import plot_saturation, render_svg
-from trinity.report.plots.costs import ITEMS, TITLES
 from trinity.runtime.loader import ServingConfig, load_instances, make_processor
 from trinity.runtime.profiler import Probe
+from trinity.stage_kinds import stage_of
 
 Counts = Mapping[str, Sequence[int]]  # batches by stage
 DTYPES = ("float32", "bfloat16")
@@ -110,8 +110,8 @@ def saturated(curves: Curves) -> Table:
                 best = max(count / each for count, each in seconds.items())
                 first = min(seconds)
                 grown = best / (first / seconds[first])
-                cells = [f"{at} {ITEMS[letter]}", f"{seconds[at] * 1e3:.1f}", f"{best:.4g}", f"{grown:.1f}x"]
-                rows.append([f"{TITLES[letter]}, {dtype}", *cells])
+                cells = [f"{at} {stage_of(letter).unit}", f"{seconds[at] * 1e3:.1f}", f"{best:.4g}", f"{grown:.1f}x"]
+                rows.append([f"{stage_of(letter).name.capitalize()}, {dtype}", *cells])
     return Table("Saturation", ("stage", "from", "ms a step there", "best a second", "over a batch of 1"), rows)
 
 
@@ -120,7 +120,8 @@ def stage_table(letter: str, by_dtype: dict[str, Seconds], header: Sequence[str]
     for count in sorted(set().union(*by_dtype.values())):
         cells = [cell for seconds in by_dtype.values() for cell in shown(count, seconds.get(count))]
         rows.append([f"{count}", *cells])
-    return Table(f"{TITLES[letter]}, by {ITEMS[letter]} of a step", header, rows)
+    kind = stage_of(letter)
+    return Table(f"{kind.name.capitalize()}, by {kind.unit} of a step", header, rows)
 
 
 def shown(count: int, seconds: float | None) -> tuple[str, str]:

@@ -9,8 +9,8 @@ from itertools import groupby
 
 from trinity.errors import PlacementError
 from trinity.errors.arguments import Whole, check_arguments, check_call, show
+from trinity.stage_kinds import DECODE, PREFILL, all_letters, describe_stages, order_letters, roles_of
 
-STAGES = "EPD"
 METHODS = ("EPD", "EP+D", "ED+P", "E+P+D", "PD+E")
 _GROUP = re.compile(r"(\d*)([A-Za-z]+)")
 
@@ -27,7 +27,7 @@ class Group:
     def parse(cls, roles: str) -> Group:
         """Read one instance's roles, such as "E" or "PD". Raises ``PlacementError``."""
         if not (isinstance(roles, str) and roles.isalpha()):
-            raise PlacementError(f"an instance's roles are letters of E, P, D, such as 'EP', got {show(roles)}")
+            raise PlacementError(f"an instance's roles are letters of {_letters()}, such as 'EP', got {show(roles)}")
         return cls(1, _roles(roles.upper(), roles))
 
 
@@ -57,7 +57,7 @@ class Placement:
         """
         alike = groupby(groups, lambda group: group.roles)
         placement = cls(tuple(Group(sum(group.count for group in same), roles) for roles, same in alike))
-        missing = [stage for stage in "PD" if stage not in placement.stages]
+        missing = [stage for stage in (PREFILL.letter, DECODE.letter) if stage not in placement.stages]
         if missing:
             raise PlacementError(
                 f"placement {placement} has no instance for stage {' and '.join(missing)}; "
@@ -67,8 +67,8 @@ class Placement:
 
     @property
     def stages(self) -> str:
-        """Letters of the stages that some instance has, in the order E, P, D."""
-        return "".join(stage for stage in STAGES if any(stage in group.roles for group in self.groups))
+        """Letters of the stages that some instance has, in the order of the table (``trinity.stage_kinds``)."""
+        return order_letters(letter for group in self.groups for letter in group.roles)
 
     @property
     def size(self) -> int:
@@ -82,7 +82,7 @@ class Placement:
         for name in METHODS:
             if set(name.split("+")) == roles:
                 return name
-        return "+".join(sorted(roles, key=lambda each: (STAGES.index(each[0]), -len(each))))
+        return "+".join(sorted(roles, key=lambda each: (all_letters().index(each[0]), -len(each))))
 
     def instances(self) -> list[tuple[str, str]]:
         """List (name, roles) of every instance: ("E0", "E"), ("P0", "P"), ("P1", "P"), ..."""
@@ -98,9 +98,9 @@ class Placement:
     @check_call
     def check(self, multimodal: bool) -> None:
         """Raise ``PlacementError`` if this placement does not suit the model."""
-        if multimodal and "E" not in self.stages:
+        if multimodal and not roles_of(self.stages).encodes:
             raise PlacementError(f"placement {self} has no encode stage (E), which a multimodal model needs")
-        if not multimodal and any(group.roles == "E" for group in self.groups):
+        if not multimodal and any(roles_of(group.roles).only_encodes for group in self.groups):
             raise PlacementError(f"placement {self} has an encode instance (E), which a text-only model never uses")
 
     def __str__(self) -> str:
@@ -110,7 +110,7 @@ class Placement:
 def _groups(piece: str, text: str) -> Iterable[Group]:
     if not piece or _GROUP.sub("", piece):
         raise PlacementError(
-            f"{show(text)} is not a placement: write counts and letters of E, P, D, such as 1E3P4D or ED+P"
+            f"{show(text)} is not a placement: write counts and letters of {_letters()}, such as 1E3P4D or ED+P"
         )
     for count, letters in _GROUP.findall(piece):
         yield Group(_count(count, text), _roles(letters, text))
@@ -126,10 +126,12 @@ def _count(digits: str, text: str) -> int:
 
 
 def _roles(letters: str, text: str) -> str:
-    unknown = sorted(set(letters) - set(STAGES))
+    unknown = sorted(set(letters) - set(all_letters()))
     if unknown or len(set(letters)) != len(letters):
         wrong = f"unknown stage {', '.join(unknown)}" if unknown else f"a stage twice in {letters!r}"
-        raise PlacementError(
-            f"placement {show(text)} names {wrong}; the stages are E (encode), P (prefill), D (decode)"
-        )
-    return "".join(stage for stage in STAGES if stage in letters)
+        raise PlacementError(f"placement {show(text)} names {wrong}; the stages are {describe_stages()}")
+    return order_letters(letters)
+
+
+def _letters() -> str:
+    return ", ".join(all_letters())

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trinity.errors import PlacementError
-from trinity.placement import METHODS, STAGES, Group, Placement
+from trinity.placement import METHODS, Group, Placement
+from trinity.stage_kinds import all_letters
 
 
 @pytest.mark.parametrize(
@@ -154,7 +155,11 @@ def test_a_placement_survives_being_written_and_read(groups: list[tuple[int, str
     assert Placement.parse("+".join(str(placement).split())) == placement
     names = [name for name, _ in placement.instances()]
     assert len(set(names)) == len(names) == placement.size
-    assert set(placement.stages) == {letter for _, roles in placement.instances() for letter in roles} <= set(STAGES)
+    assert (
+        set(placement.stages)
+        == {letter for _, roles in placement.instances() for letter in roles}
+        <= set(all_letters())
+    )
 
 
 @given(st.text(max_size=8))

@@ -337,9 +337,9 @@ def test_reserving_features_one_by_one_would_hang(monkeypatch: pytest.MonkeyPatc
     def piecemeal(s: State, state: Any, now: float) -> bool:
         for part, slot in enumerate(state.media):
             if part in state.incoming.ready_parts and not slot.blocks:
-                if not s.image.fits(len(slot.keys)):
+                if not s.pools["image"].fits(len(slot.keys)):
                     return False
-                slot.blocks = s.image.allocate(len(slot.keys))
+                slot.blocks = s.pools["image"].allocate(len(slot.keys))
         if not all(slot.blocks for slot in state.media):
             s.image_offers.remove(state.work.request)
             s.image_offers.append(state.work.request)

@@ -156,10 +156,10 @@ def test_its_cached_features_are_held_and_prefilled_from() -> None:
             )
         ],
     )
-    assert core.state.image.held == 2
+    assert core.state.pools["image"].held == 2
     (offer,) = sent(core.handle(done(2, s=5), 1.0), Offer)
     assert offer.route == ("P0",)
-    assert core.state.image.held == 0
+    assert core.state.pools["image"].held == 0
     core.handle(Release(offer.id, "pulled"), 2.0)
 
 

@@ -40,12 +40,12 @@ def prompt(request: str, end: int, start: int = 0, blocks: int = 1, **fields: An
 
 
 def images(request: str, *tokens: int, blocks: int = 1) -> EncodeView:
-    return EncodeView(request, tuple(enumerate(tokens)), blocks)
+    return EncodeView(request, tuple(enumerate(tokens)), {"image": blocks})
 
 
 def batch(rules: BatchRules, **view: Any) -> Batch:
     view.setdefault("free_kv", 100)
-    view.setdefault("free_media", 100)
+    view["free_media"] = {"image": view.get("free_media", 100)}
     return schedule(View(**view), rules)
 
 

@@ -222,7 +222,7 @@ def test_a_closed_pipeline_and_a_deadline_are_told() -> None:
         with pytest.raises(ClosedError):
             await ending
         for host in pipe.hosts.values():
-            assert not host.core.state.image.held
+            assert not host.core.state.pools["image"].held
 
     asyncio.run(run())
 

@@ -9,7 +9,7 @@ from itertools import islice
 import msgspec
 
 from trinity.costs.demand import Demand, sum_by_stage
-from trinity.placement import STAGES
+from trinity.stage_kinds import DECODE, all_letters
 from trinity.traces.survival import RUNNING, OutputSurvival, observe
 from trinity.traces.trace import Trace, TraceRow
 
@@ -113,7 +113,7 @@ class DemandTick:
     __slots__ = ("_known", "expecting", "seconds")
 
     def __init__(self) -> None:
-        self._known = dict.fromkeys(STAGES, 0.0)
+        self._known = dict.fromkeys(all_letters(), 0.0)
         self.expecting: list[HeardRow] = []
         self.seconds = self._known
 
@@ -122,7 +122,7 @@ class DemandTick:
         seconds = demand.of(heard.row)
         if heard.row.is_cut_short:
             self.expecting.append(heard)
-            seconds = {**seconds, "D": 0.0}
+            seconds = {**seconds, DECODE.letter: 0.0}
         self._known = self.seconds = sum_by_stage((self._known, seconds))
 
     def estimate(self, demand: Demand, survival: OutputSurvival) -> None:
@@ -130,11 +130,13 @@ class DemandTick:
         ended = [heard.row for heard in self.expecting if not heard.row.is_cut_short]
         if ended:
             self.expecting = [heard for heard in self.expecting if heard.row.is_cut_short]
-            self._known = {**self._known, "D": self._known["D"] + sum(demand.of(row)["D"] for row in ended)}
+            self._known = self._add_decode(sum(demand.of(row)[DECODE.letter] for row in ended))
         self.seconds = self._known
         if self.expecting:
-            expected = _expected_decode(demand, [heard.row for heard in self.expecting], survival)
-            self.seconds = {**self._known, "D": self._known["D"] + expected}
+            self.seconds = self._add_decode(_expected_decode(demand, [heard.row for heard in self.expecting], survival))
+
+    def _add_decode(self, seconds: float) -> dict[str, float]:
+        return {**self._known, DECODE.letter: self._known[DECODE.letter] + seconds}
 
     def settle(self) -> None:
         """Take what is expected as known, whatever will become of it."""
@@ -150,4 +152,4 @@ def _expected_decode(demand: Demand, rows: list[TraceRow], survival: OutputSurvi
         input_length=round(sum(row.input_length for row in rows) * share),
         output_length=round(sum(outputs) * share),
     )
-    return demand.of(mean)["D"] * len(rows)
+    return demand.of(mean)[DECODE.letter] * len(rows)

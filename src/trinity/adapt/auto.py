@@ -19,6 +19,7 @@ from trinity.costs.step_cost import DEVICES, CostModel, CostTables, Device, Roof
 from trinity.emulation.model import EmulatedModel
 from trinity.errors import ChangeRefused, ClosedError, ConfigError, TrinityError, describe_error
 from trinity.planner import HybridPlanner, Plan, SearchConfig
+from trinity.stage_kinds import all_letters, stage_kinds
 from trinity.traces.goodput import LEAST_REQUESTS
 from trinity.traces.trace import SLO, Trace
 
@@ -71,7 +72,7 @@ class AutoPlanner:
         self.instances, self.slo, self.apply = instances, slo, apply
         self.requests, self.every_s = LEAST_REQUESTS, 1.0
         self.model = _known_shape(model)
-        self.memory = memory_bytes or self.model.weight_bytes("EPD") + AUTO_CACHE_BYTES
+        self.memory = memory_bytes or self.model.weight_bytes(all_letters()) + AUTO_CACHE_BYTES
         self.plan: Plan | None = None
         self.applied = False
         self.error: TrinityError | None = None
@@ -82,7 +83,8 @@ class AutoPlanner:
     @property
     def placement(self) -> str:
         """Placement to start with: N x EPD, or N x PD for a model of text alone."""
-        return f"{self.instances}{'EPD' if self.model.encoder else 'PD'}"
+        letters = (kind.letter for kind in stage_kinds() if self.model.encoder or kind.media is None)
+        return f"{self.instances}{''.join(letters)}"
 
     async def begin(self, pipe: RecordingPipeline) -> None:
         """Measure costs unless the pipeline has some, then start to wait for requests."""

@@ -17,7 +17,7 @@ import msgspec
 from trinity.adapt.arrivals import KEEP_S, ArrivalBook, DemandTick
 from trinity.costs.demand import Demand, sum_by_stage
 from trinity.errors import ConfigError, TraceError
-from trinity.placement import STAGES
+from trinity.stage_kinds import all_letters
 from trinity.traces.survival import RUNNING
 from trinity.traces.trace import TraceRow
 
@@ -143,7 +143,7 @@ class DemandShift(msgspec.Struct, frozen=True, kw_only=True):
         return max(NEGLIGIBLE, self.after[self.stage]) / max(NEGLIGIBLE, self.before[self.stage])
 
     def __str__(self) -> str:
-        figures = ", ".join(f"{stage} {self.before[stage]:.3f} to {self.after[stage]:.3f}" for stage in STAGES)
+        figures = ", ".join(f"{stage} {self.before[stage]:.3f} to {self.after[stage]:.3f}" for stage in all_letters())
         return f"at {self.at_s:,.0f} s: demand of {self.stage} x {self.factor:.2f} (stage seconds a second: {figures})"
 
 
@@ -174,7 +174,7 @@ class DriftDetector:
         self._reset()
 
     def _reset(self) -> None:
-        self._restart([], {stage: self._new() for stage in STAGES}, -math.inf)
+        self._restart([], {stage: self._new() for stage in all_letters()}, -math.inf)
 
     def _restart(self, ticks: Iterable[DemandTick], tests: dict[str, PageHinkley], began: float) -> None:
         self._ticks, self._tests = deque(ticks), tests
@@ -241,11 +241,11 @@ class DriftDetector:
 
         Settled ticks are tested once. Those after the first that is not are tested again each time, on copies.
         """
-        tests, began = self._tests, dict.fromkeys(STAGES, 0)
+        tests, began = self._tests, dict.fromkeys(all_letters(), 0)
         for tick in list(islice(self._ticks, self._tested, None)):
             if tick.expecting and tests is self._tests:
                 tests = {stage: test.copy() for stage, test in tests.items()}
-            began = {stage: tests[stage].add(_log(tick.seconds[stage] / self.tick_s)) for stage in STAGES}
+            began = {stage: tests[stage].add(_log(tick.seconds[stage] / self.tick_s)) for stage in all_letters()}
             self._tested += tests is self._tests
         return tests, began
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Literal, NamedTuple, Protocol
 
 from trinity.errors import ConfigError
 from trinity.errors.arguments import Number, Whole, check_arguments
+from trinity.stage_kinds import stage_of
 
 Policy = Literal["alg1", "time", "prefill_first"]
 Order = Literal["fcfs", "sjf", "deadline"]
@@ -79,14 +81,14 @@ class LeadingChunk(NamedTuple):
 
 
 class EncodeView(NamedTuple):
-    """A request in its encode stage: (item, visual tokens) left. ``blocks``: image blocks to reserve first.
+    """A request in its encode stage: (item, visual tokens) left. ``blocks``: to reserve first, by kind.
 
     An item of no tokens is in the step of the one before it, whose count includes it: strips of one image.
     """
 
     request: str
     items: tuple[tuple[int, int], ...]
-    blocks: int = 0
+    blocks: Mapping[str, int] = MappingProxyType({})
 
 
 class Outstanding(NamedTuple):
@@ -104,7 +106,8 @@ NOTHING = Outstanding()
 class View:
     """Input of Algorithm 1. The waiting iterables are lazy, in queue order; ``free_*`` are available blocks.
 
-    ``find_leading``: finds leading text of at most this many tokens; None where none waits.
+    ``free_media``: those for features, by kind. ``find_leading``: finds leading text of at most this many tokens; None
+    where none waits.
     """
 
     decoding: Sequence[str] = ()
@@ -113,7 +116,7 @@ class View:
     new_prefills: Iterable[PrefillView] = ()
     new_encodes: Iterable[EncodeView] = ()
     free_kv: int = 0
-    free_media: int = 0
+    free_media: Mapping[str, int] = field(default_factory=dict)
     outstanding: Outstanding = NOTHING
     find_leading: Callable[[int], LeadingChunk | None] | None = None
 
@@ -135,7 +138,8 @@ class Batch:
 
 def latency_bound(roles: str, ttft: float, tbt: float) -> float:
     """Algorithm 1, lines 1 to 4: α·TTFT where an instance does not decode (E, EP, P), or ``TBT_SHARE``·TBT."""
-    return TBT_SHARE * tbt if "D" in roles else TTFT_SHARE * ttft
+    bounds = {stage_of(letter).bound for letter in roles}
+    return TBT_SHARE * tbt if "tbt" in bounds else TTFT_SHARE * ttft
 
 
 def schedule(view: View, rules: BatchRules) -> Batch:
@@ -180,11 +184,13 @@ def _admit_prefills(batch: Batch, room: _Room, view: View, rules: BatchRules) ->
 
 
 def _admit_encodes(batch: Batch, room: _Room, view: View) -> None:
-    free = view.free_media
+    free = dict(view.free_media)
     for encode in view.new_encodes:  # lines 21 to 24
-        if encode.blocks > free or (encode.items and not _add_items(batch, room, encode)):
+        lacks = any(count > free.get(kind, 0) for kind, count in encode.blocks.items())
+        if lacks or (encode.items and not _add_items(batch, room, encode)):
             break
-        free -= encode.blocks
+        for kind, count in encode.blocks.items():
+            free[kind] = free.get(kind, 0) - count
         batch.admitted_encodes.append(encode.request)
 
 

@@ -9,6 +9,7 @@ from msgspec.structs import replace
 from trinity.core.life_names import name_help
 from trinity.core.messages import MediaSpan, PeerUp, Send, Submit, Work
 from trinity.core.routing.router import UNKNOWN_UNIT_S, Router
+from trinity.stage_kinds import encoder_of, roles_of
 
 LEAST_GAIN = 0.1  # of the seconds until all items are encoded: below it a request stays with one encoder
 
@@ -41,25 +42,26 @@ def deal_items(router: Router, work: Work, first: str, most: int) -> tuple[str, 
     Encoders that would be busy until ``first`` is through with all items get none, nor do those that prefill or decode
     as well, unless they have nothing to do.
     """
-    if work.encode_only or len(work.media) < 2 or "E" not in router.peers[first].roles:
+    own = encoder_of(work)
+    if work.encode_only or len(work.media) < 2 or own not in router.peers[first].roles:
         return ()
     new = {span.content: span for span in work.media if not router.holder(span, ())}
     idle = _find_idle(router, work, first, sum(span.tokens for span in new.values()))
     chosen = _deal(new, idle[:most], first)
     for content, name in chosen.items():
-        router.count(name, "E", new[content].tokens)
-        router.count(first, "E", -new[content].tokens)
+        router.count(name, own, new[content].tokens)
+        router.count(first, own, -new[content].tokens)
     return tuple(chosen.get(span.content, "") for span in work.media) if chosen else ()
 
 
 def _find_idle(router: Router, work: Work, first: str, tokens: int) -> list[tuple[float, float, str]]:
     """List encoders by the seconds of work that they have: these, seconds of a visual token, and name; first first."""
     peers = [peer for peer in router.trusted(_fitting_helpers(router, work)) if peer.name != first]
-    names = [first, *(peer.name for peer in peers)]
-    known = [router.loads[name].unit_s.get("E", 0.0) if name in router.loads else 0.0 for name in names]
+    names, own = [first, *(peer.name for peer in peers)], encoder_of(work)
+    known = [router.loads[name].unit_s.get(own, 0.0) if name in router.loads else 0.0 for name in names]
     other = max(known) or UNKNOWN_UNIT_S  # of one that has encoded nothing yet
     units = [each or other for each in known]
-    waits = [router.seconds(name, "E") for name in names]
+    waits = [router.seconds(name, own) for name in names]
     waits[0] = max(0.0, waits[0] - _counted(work) * (known[0] or UNKNOWN_UNIT_S))  # which counts this request already
     alone = waits[0] + tokens * units[0]
     free = [each for each in zip(waits[1:], units[1:], names[1:], strict=True) if each[0] < alone - waits[0]]
@@ -68,8 +70,8 @@ def _find_idle(router: Router, work: Work, first: str, tokens: int) -> list[tupl
 
 def _fitting_helpers(router: Router, work: Work) -> Iterator[PeerUp]:
     """Encoders that may take an item of it, which is prefilled elsewhere. Those with further roles must be at rest."""
-    for peer in router.fitting("E", replace(work, encode_only=True)):
-        if peer.roles == "E" or not any(router.seconds(peer.name, letter) for letter in peer.roles):
+    for peer in router.fitting(encoder_of(work), replace(work, encode_only=True)):
+        if roles_of(peer.roles).only_encodes or not any(router.seconds(peer.name, letter) for letter in peer.roles):
             yield peer
 
 

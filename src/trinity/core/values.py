@@ -10,6 +10,9 @@ from msgspec.structs import replace
 
 from trinity.request import DEFAULT_MAX_TOKENS
 from trinity.request import ENCODED as ENCODED
+from trinity.stage_kinds import IMAGE as IMAGE
+from trinity.stage_kinds import KV as KV
+from trinity.stage_kinds import STATE as STATE
 
 
 class Value(msgspec.Struct, frozen=True, gc=False, tag=True):
@@ -21,7 +24,6 @@ UNFIT = "unfit"  # field of a failure: what an encoder says of media that it can
 PREEMPTED = "preempted"  # reason of the end of a request that must be recomputed elsewhere
 NOWHERE = "Nowhere"  # cause of a failure: no instance has the next stage just now, as far as this one knows
 VIDEO = "video"  # a kind of media whose items are groups of frames
-IMAGE, KV, STATE = "image", "kv", "state"  # the kinds of block built in; an audio cache is one more
 
 
 def is_frontend(name: str) -> bool:

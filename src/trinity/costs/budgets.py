@@ -14,6 +14,7 @@ import msgspec
 from trinity.errors import ConfigError, warn_caller
 from trinity.errors.arguments import KeywordsByName, Number, Whole, check_call, check_struct
 from trinity.errors.cache_files import cache_folder, read_cached, write_cached
+from trinity.stage_kinds import roles_of
 
 CostCurve = Annotated[  # (count, seconds), ascending in both
     tuple[tuple[int, float], ...],
@@ -252,11 +253,12 @@ def predict_budgets(
     def search(measure: Callable[[int], float], high: int) -> BudgetResult:
         return search_budget(measure, limit_s, high=high, warn=warn, interference=interference)
 
-    if "P" in roles:
+    does = roles_of(roles)
+    if does.prefills:
         found["prefill"] = search(lambda n: seconds(0, n, 0), MAX_PREFILL_TOKENS)
-    if "D" in roles:
+    if does.decodes:
         found["decodes"] = search(lambda n: seconds(n, 0, 0), MAX_DECODE_ROWS)
-    if "E" in roles and image_tokens:
+    if does.encodes and image_tokens:
         found["images"] = search(lambda n: seconds(0, 0, n * image_tokens), MAX_STEP_IMAGES)
     return combine_budgets(found, image_tokens, limit_s, interference)
 

@@ -13,6 +13,7 @@ from trinity.costs.step_cost import Device, get_device
 from trinity.errors import ConfigError, PlacementError, UnknownName
 from trinity.errors.arguments import KeywordsByName, check_call, check_struct, check_value, show
 from trinity.placement import Placement
+from trinity.stage_kinds import roles_of
 
 MOST_DEVICES = 1 << 16  # of one kind
 
@@ -119,12 +120,12 @@ class Cluster(msgspec.Struct, metaclass=KeywordsByName, frozen=True, kw_only=Tru
 def _ranks(placement: Placement) -> list[tuple[bool, float]]:
     """Rank instances in the order in which hosts are filled; instances of equal roles are spread evenly."""
     roles = [each for _, each in placement.instances()]
-    moves_kv = any("P" in each and "D" not in each for each in roles)
+    moves_kv = any(roles_of(each).hands_kv_on for each in roles)
     seen: dict[str, int] = {}
     ranks = []
     for each in roles:
         seen[each] = seen.get(each, 0) + 1
-        ranks.append((moves_kv and each == "E", (seen[each] - 0.5) / roles.count(each)))
+        ranks.append((moves_kv and roles_of(each).only_encodes, (seen[each] - 0.5) / roles.count(each)))
     return ranks
 
 

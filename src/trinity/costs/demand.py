@@ -13,7 +13,7 @@ from trinity.core.scheduler import latency_bound
 from trinity.costs.budgets import MAX_PREFILL_TOKENS, search_budget
 from trinity.costs.step_cost import CostModel
 from trinity.errors import ConfigError, TraceError
-from trinity.placement import STAGES
+from trinity.stage_kinds import DECODE, ENCODE, PREFILL, all_letters
 from trinity.traces.trace import SLO, Trace, TraceRow
 
 MAX_VISUAL_TOKENS = 32_768  # visual tokens of a step; larger steps gain nothing on any known device
@@ -48,7 +48,7 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
         Steps end at the throughput's knee, and have one row where not even that is in time. ``context`` (tokens): KV
         cache of a decode. ``most_decodes`` (rows): decodes that memory holds.
         """
-        ahead, decoding = (latency_bound(roles, slo.ttft, slo.tbt) for roles in ("P", "D"))
+        ahead, decoding = (latency_bound(roles, slo.ttft, slo.tbt) for roles in (PREFILL.letter, DECODE.letter))
         return cls(
             cost=cost,
             media=_largest(lambda n: cost.at(0, 0, n, context=0), ahead, MAX_VISUAL_TOKENS),
@@ -59,16 +59,16 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
     def of(self, row: TraceRow) -> dict[str, float]:
         """Stage seconds of one request; its first token is P's, the other ``output_length - 1`` are D's."""
         prompt, after, visual = row.input_length, max(0, row.output_length - 1), row.visual_tokens
-        found = dict.fromkeys(STAGES, 0.0)
+        found = dict.fromkeys(all_letters(), 0.0)
         if visual:
             own = sum((image.tokens or 0) ** 2 for image in row.images) / visual
-            found["E"] = visual / self.media * self.cost.at(0, 0, self.media, context=0, image_tokens=own)
+            found[ENCODE.letter] = visual / self.media * self.cost.at(0, 0, self.media, context=0, image_tokens=own)
         if prompt:
             fit = max(1, self.tokens // prompt)
             step = self.cost.at(0, self.tokens, 0, context=0, prefilled=max(0, prompt - self.tokens) / 2, prefills=fit)
-            found["P"] = prompt / self.tokens * step
+            found[PREFILL.letter] = prompt / self.tokens * step
         if after:
-            found["D"] = after / self.decodes * self.cost.at(self.decodes, 0, 0, context=prompt + after / 2)
+            found[DECODE.letter] = after / self.decodes * self.cost.at(self.decodes, 0, 0, context=prompt + after / 2)
         return found
 
     def rate(self, trace: Trace) -> dict[str, float]:
@@ -85,10 +85,10 @@ class Demand(msgspec.Struct, frozen=True, kw_only=True):
 
 def sum_by_stage(seconds: Iterable[Mapping[str, float]]) -> dict[str, float]:
     """Sum stage seconds by stage."""
-    found = dict.fromkeys(STAGES, 0.0)
+    found = dict.fromkeys(all_letters(), 0.0)
     for each in seconds:
-        for stage in STAGES:
-            found[stage] += each[stage]
+        for stage, own in each.items():
+            found[stage] += own
     return found
 
 

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from trinity.core.instance.settings import PoolSizes
+from trinity.stage_kinds import roles_of
 
 POOL_SHARE = 0.8  # of a GPU's memory beside weights and encoding; the rest is for prefill, graphs and fragments
 CONTEXT_BYTES = 608 << 20  # of each process on a GPU: its context, workspaces of its libraries, and sampled texts
@@ -35,7 +36,8 @@ class DeviceTenant(PoolSizes):
 
 def pool_weight(roles: str) -> float:
     """Weigh an instance's pools: decoding is where requests stay."""
-    return DECODES if "D" in roles else PREFILLS if "P" in roles else ENCODES
+    does = roles_of(roles)
+    return DECODES if does.decodes else PREFILLS if does.prefills else ENCODES
 
 
 def share_of_pools(free_bytes: int, roles: str, others: Iterable[str], fixed_bytes: int = 0) -> int:

@@ -7,8 +7,9 @@ from pathlib import Path
 
 from trinity.costs.engines import ENGINES
 from trinity.costs.model_shape import MODELS, ModelShape
-from trinity.costs.step_cost import DEVICES, KINDS_OF_WORK, CostModel, CostTables, Device
+from trinity.costs.step_cost import DEVICES, CostModel, CostTables, Device
 from trinity.errors import ConfigError, show, warn_caller
+from trinity.stage_kinds import KINDS_OF_WORK, all_letters, stage_of
 
 GivenCosts = CostModel | str | Path | Mapping[str, CostModel | str | Path] | None
 
@@ -25,19 +26,21 @@ def _load(given: CostModel | str | Path) -> CostModel:
 
 
 _DTYPE_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
-_STAGES = dict(zip(KINDS_OF_WORK, "DPE", strict=True))  # which do that kind of work
 
 
 def check_costs(
-    given: CostModel | Mapping[str, CostModel] | None, model: ModelShape, devices: Sequence[Device], stages: str = "EPD"
+    given: CostModel | Mapping[str, CostModel] | None,
+    model: ModelShape,
+    devices: Sequence[Device],
+    stages: str | None = None,
 ) -> None:
-    """Check that measured tables are of this model and these devices, with seconds for all the work of ``stages``.
+    """Check that measured tables are of this model and these devices, with seconds of all ``stages`` (None: all).
 
     Tables of a device that is in ``DEVICES`` stand for no other of them; those of one that is not stand for any, whose
     memory a plan then takes. Raises ``ConfigError``.
     """
     for name, where, tables in _list_tables(given, devices):
-        _check_kinds(tables, model, where, stages)
+        _check_kinds(tables, model, where, all_letters() if stages is None else stages)
         _check_origin(tables, model, name, where)
 
 
@@ -65,7 +68,8 @@ def _list_tables(
 
 
 def _check_kinds(tables: CostTables, model: ModelShape, where: str, stages: str) -> None:
-    needed = [kind for kind, stage in _STAGES.items() if stage in stages and (kind != "media" or model.encoder)]
+    done = {stage_of(letter).work for letter in stages}
+    needed = [kind for kind in KINDS_OF_WORK if kind in done and (kind != "media" or model.encoder)]
     first, missing = tables.costs[:1], []
     for kind in needed:  # media are looked up at the shortest context only
         if not all(getattr(cost, kind) for _, cost in (first if kind == "media" else tables.costs)):

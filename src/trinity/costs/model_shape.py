@@ -20,6 +20,7 @@ from trinity.costs.media_tokens import WINDOW_FRAMES, AudioRule, MediaRules, Vid
 from trinity.costs.pool_sizes import ModelMemory, size_pools
 from trinity.errors import UnknownName
 from trinity.errors.arguments import KeywordsByName
+from trinity.stage_kinds import roles_of
 from trinity.traces.media import TraceAudio, TraceVideo
 from trinity.traces.synthetic import VisualTokenRule
 
@@ -136,7 +137,8 @@ class ModelShape(msgspec.Struct, metaclass=KeywordsByName, frozen=True, kw_only=
 
     def weight_bytes(self, roles: str) -> int:
         """Bytes of the weights that an instance of ``roles`` ("E", "PD", ...) holds."""
-        return self.vision_bytes * ("E" in roles) + self.language_bytes * bool(set(roles) & {"P", "D"})
+        parts = roles_of(roles).parts
+        return self.vision_bytes * ("vision" in parts) + self.language_bytes * ("language" in parts)
 
     def pools(
         self, roles: str, memory_bytes: float, *, image_block: int = 576, kv_block_size: int = 16

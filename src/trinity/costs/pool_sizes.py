@@ -11,6 +11,7 @@ import msgspec
 
 from trinity.core.messages import IMAGE, KV, STATE
 from trinity.errors import ConfigError
+from trinity.stage_kinds import all_letters, roles_of
 
 BESIDE_SHARE = 0.5  # of free memory, for weights that are there twice while one life follows another
 IMAGE_SHARE = 0.1  # of the memory left by the weights, where an instance has both pools
@@ -42,14 +43,12 @@ def size_pools(
 
     Returns blocks by kind. Raises ``ConfigError``, with the bytes missing, where one block of each kind does not fit.
     """
-    if not roles or set(roles) - set("EPD"):
-        raise ConfigError(f"roles must be letters of EPD, got {roles!r}")
+    if not roles or set(roles) - set(all_letters()):
+        raise ConfigError(f"roles must be letters of {all_letters()}, got {roles!r}")
     if not 0 < image_share < 1:
         raise ConfigError(f"image_share must lie between 0 and 1, got {image_share!r}")
-    needed = {IMAGE: image_block_bytes if set(roles) & {"E", "P"} else None}
-    needed[KV] = kv_block_bytes if set(roles) & {"P", "D"} else None
-    needed[STATE] = state_block_bytes if set(roles) & {"P", "D"} else None
-    block_bytes = {kind: size for kind, size in needed.items() if size is not None}
+    sizes, held = {IMAGE: image_block_bytes, KV: kv_block_bytes, STATE: state_block_bytes}, roles_of(roles).kinds
+    block_bytes = {kind: size for kind, size in sizes.items() if size is not None and kind in held}
     free = memory_bytes - weight_bytes
     _check_room(roles, memory_bytes, weight_bytes, sum(block_bytes.values()))
     if len(block_bytes) < 2:
@@ -161,31 +160,33 @@ def capacity(roles: str, model: ModelMemory, memory_bytes: int, *, images: int =
     encodes has no KV cache, and one that only decodes has nothing else. Encoding ends before prefill begins, so the
     larger of their working memories counts.
     """
-    weights = (model.vision_bytes if "E" in roles else 0) + (model.language_bytes if set(roles) & {"P", "D"} else 0)
+    does = roles_of(roles)
+    weights = model.vision_bytes * ("vision" in does.parts) + model.language_bytes * ("language" in does.parts)
     free = max(0, memory_bytes - weights)
-    cache = int(free * {"E": 0.0, "D": 1.0}.get(roles, kv_share))
+    cache = int(free * (0.0 if does.only_encodes else kv_share if does.features else 1.0))
     kv_tokens = cache // model.kv_bytes
     per_image = _working_bytes_per_image(roles, model)
     per_request = images * model.image_tokens + model.text_tokens
     room = _count_fitting_images(roles, model, free - cache, kv_tokens)
     fits_context = model.context is None or per_request <= model.context
     batches = [(free - cache) // (images * per_image)] if per_image and images else []
-    batches += [kv_tokens // per_request] if roles != "E" and per_request else []
+    batches += [kv_tokens // per_request] if not does.only_encodes and per_request else []
     left = free - images * per_image
     return Capacity(
         images_per_request=max(0, room),
         batch=min(batches, default=0) if fits_context else 0,
         kv_tokens=kv_tokens,
-        kv_share=left / free if roles != "E" and fits_context and left > 0 else 0.0,
+        kv_share=left / free if not does.only_encodes and fits_context and left > 0 else 0.0,
     )
 
 
 def _working_bytes_per_image(roles: str, model: ModelMemory) -> int:
     """Bytes that one image of a running request takes beside weights and KV cache; 0 where no images arrive."""
-    if not set(roles) & {"E", "P"}:
+    does = roles_of(roles)
+    if not does.features:
         return 0
-    encode = model.encode_bytes if "E" in roles else 0
-    prefill = model.prefill_bytes * model.image_tokens if "P" in roles else 0
+    encode = model.encode_bytes if does.encodes else 0
+    prefill = model.prefill_bytes * model.image_tokens if does.prefills else 0
     return model.image_tokens * model.feature_bytes + max(encode, prefill)
 
 
@@ -194,7 +195,7 @@ def _count_fitting_images(roles: str, model: ModelMemory, work: int, kv_tokens: 
     bounds = []
     if per_image := _working_bytes_per_image(roles, model):
         bounds.append(work // per_image)
-    if roles != "E":
+    if not roles_of(roles).only_encodes:
         bounds.append((kv_tokens - model.text_tokens) // model.image_tokens)
     if model.context is not None:
         bounds.append((model.context - model.text_tokens) // model.image_tokens)

@@ -22,6 +22,7 @@ from trinity.costs.model_shape import ModelShape
 from trinity.errors import ConfigError, UnknownName, show
 from trinity.errors.arguments import Count, KeywordsByName, Number, Whole, check_call, check_struct
 from trinity.errors.files import name_file, read_regular_file, write_file
+from trinity.stage_kinds import KINDS_OF_WORK, roles_of
 
 _ACTIVATIONS = 18  # elements of activations moved for each token and unit of width of a layer (table 2: 8 + 10)
 
@@ -241,7 +242,7 @@ class CostProbe(Protocol):
     """Runs and times a step of one kind on an instance, in seconds; such as ``trinity.runtime.profiler.Probe``."""
 
     @property
-    def letters(self) -> str: ...  # letters of the stages that it can run, of "EPD"
+    def letters(self) -> str: ...  # letters of the stages that it can run
     @property
     def longest(self) -> int: ...  # tokens of the longest prompt that fits
     @property
@@ -259,7 +260,6 @@ PROFILE_IMAGES = (1, 2, 4)
 
 
 _CONTEXTS = "measured tables need at least one context, finite and in ascending order"
-KINDS_OF_WORK = ("decodes", "prefill", "media")  # of a step; each has a curve in ``StepCost``
 
 
 class CostTables(
@@ -353,13 +353,14 @@ class CostTables(
             run()
             return median(run() for _ in range(repeats))
 
+        does = roles_of(probe.letters)
         for context, kinds in found.items():
-            if "D" in probe.letters:
+            if does.decodes:
                 kinds["decodes"] = {n: seconds(partial(probe.decode, n, context)) for n in rows}
-            if "P" in probe.letters:
+            if does.prefills:
                 room = [n for n in tokens if n + context <= probe.longest]
                 kinds["prefill"] = {n: seconds(partial(probe.prefill, n, context)) for n in room}
-        if "E" in probe.letters:
+        if does.encodes:
             each = probe.image_tokens
             room = [n for n in images if n <= probe.most_images()]
             found[known[0]]["media"] = {n * each: seconds(partial(probe.encode, n)) for n in room}

@@ -28,6 +28,7 @@ from trinity.emulation.model import EmulatedModel
 from trinity.emulation.sleep import EmulatedDevice
 from trinity.errors import StageError
 from trinity.memory.block_memory import BlockMemory
+from trinity.stage_kinds import DECODE, ENCODE, PREFILL, stage_of
 
 CHECKED_WORDS = 4  # of a row in a layer; checking more would take longer than the step
 
@@ -130,8 +131,8 @@ class EmulatedStage:
         """
         batch = EmulatedBatch(
             step.encodes,
-            [(asked, self._row(asked.request, "P")) for asked in step.prefills],
-            [self._row(name, "D") for name in step.decodes],
+            [(asked, self._row(asked.request, PREFILL.letter)) for asked in step.prefills],
+            [self._row(name, DECODE.letter) for name in step.decodes],
             self.model.shape.media,
         )
         report = self.on_layers if step.group and batch.chunks else None
@@ -166,7 +167,9 @@ class EmulatedStage:
         height = self._image.shape[1]
         rows = feature_words(item.span.content, item.span.tokens)
         if len(rows) > height * len(item.blocks):
-            raise StageError(f"{len(rows)} rows do not fit {len(item.blocks)} blocks of {height}", item.request, "E")
+            raise StageError(
+                f"{len(rows)} rows do not fit {len(item.blocks)} blocks of {height}", item.request, ENCODE.letter
+            )
         block, inside = _places(np.array(item.blocks), np.arange(len(rows)), height)
         self._image[block, inside] = rows[:, None] ^ self._image_salts
 
@@ -218,12 +221,12 @@ class EmulatedStage:
     def _check(self, batch: EmulatedBatch) -> None:
         for row in batch.decoded:
             if not row.checked:
-                self._check_context(row, row.length - 1, "D")
+                self._check_context(row, row.length - 1, DECODE.letter)
             row.checked = True
         for asked, row in batch.chunks:
             self._check_media(row, asked.start, asked.start + asked.length)
             if asked.start == row.opened.cached > 0:
-                self._check_context(row, asked.start, "P")
+                self._check_context(row, asked.start, PREFILL.letter)
 
     def _check_context(self, row: EmulatedRow, length: int, letter: str) -> None:
         """Check the positions before ``length`` in every layer: all words, or about four of each row."""
@@ -240,13 +243,13 @@ class EmulatedStage:
             if len(rows) == 0:
                 continue
             if self._image is None or not blocks:
-                raise StageError("its image features were not given", row.opened.work.request, "P")
+                raise StageError("its image features were not given", row.opened.work.request, PREFILL.letter)
             block, inside = _places(np.array(blocks), rows, self._image.shape[1])
             wanted = feature_words(span.content, span.tokens)[rows, None] ^ self._image_salts
             wrong = (self._image[block, inside] != wanted).any(axis=1).nonzero()[0]
             if len(wrong):
                 text = _misplaced(IMAGE, block[wrong[0]], int(rows[wrong[0]]))
-                raise StageError(text, row.opened.work.request, "P")
+                raise StageError(text, row.opened.work.request, PREFILL.letter)
 
 
 def _mean(values: Sequence[int]) -> float:
@@ -279,5 +282,6 @@ def build_emulated_stages(
 ) -> list[EmulatedStage]:
     """Build one stage for each lane; the stages of an instance share an ``EmulatedDevice``."""
     device = EmulatedDevice(model.interference)
-    split = ["E", roles.replace("E", "")] if len(lanes) > 1 else [roles]
+    parts = ("vision", "language") if len(lanes) > 1 else ()
+    split = ["".join(each for each in roles if stage_of(each).part == part) for part in parts] or [roles]
     return [EmulatedStage(model, letters, memory, device) for letters in split]

@@ -18,6 +18,7 @@ from trinity.remote.buddy import Buddy
 from trinity.remote.channel.tls import join_files
 from trinity.remote.hosts.hosts import read_hosts
 from trinity.remote.supervision.process_config import ProcessConfig
+from trinity.stage_kinds import roles_of
 
 SEARCHED_LIMIT = 0  # a plan's batch limit that Algorithm 1 is to find
 PLANNED_DEPTH = 1  # of a plan whose search left the depth alone
@@ -58,8 +59,8 @@ def _plan_options(knobs: Mapping[str, Any], roles: str, limited: bool) -> dict[s
     """Select a plan's settings for an instance of these roles. It is served at the depth that it was simulated at."""
     found = {"depth": PLANNED_DEPTH, **{name: knobs[name] for name in ("reservation", "depth") if name in knobs}}
     if not limited:
-        tokens = knobs.get("mixed_tokens" if "D" in roles else "tokens", SEARCHED_LIMIT)
-        images = knobs.get("images", SEARCHED_LIMIT) if "E" in roles else SEARCHED_LIMIT
+        tokens = knobs.get("mixed_tokens" if roles_of(roles).decodes else "tokens", SEARCHED_LIMIT)
+        images = knobs.get("images", SEARCHED_LIMIT) if roles_of(roles).encodes else SEARCHED_LIMIT
         found |= {"token_budget": tokens or None, "image_budget": images or None}
     return found
 

@@ -49,11 +49,11 @@ from trinity.request import Output, Request
 from trinity.runtime import loader
 from trinity.runtime.host import InstanceHost
 from trinity.runtime.shielded_wait import run_to_end, wait_shielded
+from trinity.stage_kinds import stage_of
 from trinity.tables import Table, as_titled_html
 from trinity.timeline import Timeline
 from trinity.traces.trace import Trace
 
-STAGE_WORDS = {"E": "encode", "P": "prefill", "D": "decode"}
 TRACE_BYTES = 64 << 20  # of the rows of its last requests: some 98,000 of 24 tokens, 13,000 of 500
 
 
@@ -498,7 +498,7 @@ def instance_table(
         waiting = "" if load is None else f"{1e3 * sum(load.predicted_s.values()):.1f} ms"
         free = "" if load is None else ", ".join(f"{count:,} {kind}" for kind, count in load.free.items())
         state = "" if life is None else life.state + (f": {life.why}" if life.why else "")
-        rows.append((each.name, ", ".join(STAGE_WORDS[role] for role in each.roles), state, waiting, free))
+        rows.append((each.name, ", ".join(stage_of(role).name for role in each.roles), state, waiting, free))
     columns = ("instance", "stages", "process", "work ahead", "free blocks")
     kept = [at for at, _ in enumerate(columns) if at < 2 or any(row[at] for row in rows)]
     return Table(tuple(columns[at] for at in kept), [tuple(row[at] for at in kept) for row in rows])

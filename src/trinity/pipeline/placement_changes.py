@@ -18,9 +18,10 @@ from trinity.instance import Instance
 from trinity.pipeline.deploy import list_plan_options
 from trinity.pipeline.frontend_host import FrontendHost
 from trinity.pipeline.served_instances import ServedInstances
-from trinity.placement import STAGES, Group, Placement
+from trinity.placement import Group, Placement
 from trinity.planner import Plan
 from trinity.runtime.shielded_wait import carry_through
+from trinity.stage_kinds import all_letters, order_letters
 from trinity.timeline import Timeline
 
 logger = logging.getLogger("trinity")
@@ -260,7 +261,7 @@ def check_switch(instances: Sequence[Instance], name: str, roles: str) -> RoleCh
     if not may_have(found, change.roles):
         raise PlacementError(f"instance {name} may have the roles {found.may}, and not {change.roles} (Instance.may)")
     after = {letter for each in switch_instances(instances, change) for letter in each.roles}
-    missing = [letter for letter in STAGES if letter not in after and any(letter in each.roles for each in instances)]
+    missing = order_letters({letter for each in instances for letter in each.roles} - after)
     if missing:
         text = f"no instance would have stage {' and '.join(missing)} once {name} is {change.roles}"
         raise PlacementError(f"{text}; switch another one to it first")
@@ -299,4 +300,6 @@ def _find(instances: Sequence[Instance], name: str) -> Instance:
 
 def describe_instances(instances: Iterable[Instance]) -> Placement:
     """The placement that these instances are, in the order of their stages."""
-    return Placement.of(sorted((each.group for each in instances), key=lambda group: STAGES.index(group.roles[0])))
+    return Placement.of(
+        sorted((each.group for each in instances), key=lambda group: all_letters().index(group.roles[0]))
+    )

@@ -22,6 +22,7 @@ from trinity.costs.step_cost import CostModel
 from trinity.errors import ConfigError, TraceError
 from trinity.placement import Group, Placement
 from trinity.simulation.rate_sweep import prepare_requests
+from trinity.stage_kinds import DECODE, ENCODE, PREFILL, roles_of
 from trinity.traces.trace import SLO, Trace
 
 ENCODE_SHARE = 0.5  # α of the paper, of the TTFT bound, for one encode batch
@@ -29,6 +30,7 @@ PREFILL_SHARE = 0.5  # β, of the TTFT bound, for one prefill batch
 CACHE_SHARE = 0.9  # γ, of the memory that weights leave, for caches
 LARGEST = 65_536  # tokens or rows that a budget may come to
 LEAST_S = 1e-9  # of a step: a cost model may leave a stage out, and its throughput is a number all the same
+E, P, D = ENCODE.letter, PREFILL.letter, DECODE.letter
 Split = Literal["largest_remainder", "minimax"]
 Method = TypeVar("Method")
 
@@ -147,14 +149,14 @@ def _budget(seconds: Callable[[int], float], limit_s: float) -> int:
     return 1 if seconds(1) > limit_s else search_budget(seconds, limit_s, high=LARGEST).budget
 
 
-def memory_bound(load: Workload, model: ModelShape, capacity: float, roles: str = "D") -> int:
+def memory_bound(load: Workload, model: ModelShape, capacity: float, roles: str = D) -> int:
     """Compute line 9 in consistent units: requests whose KV fits into γ of what the weights leave; at least 1.
 
     The paper divides bytes by tokens; a request's KV is ``kv_bytes`` for each of its (W_p + W_d) / N_r tokens. Where
     the instance also holds images, they have a tenth of the rest.
     """
     rest = capacity - model.weight_bytes(roles)
-    if set(roles) & {"E"}:
+    if roles_of(roles).encodes:
         rest *= 1 - IMAGE_SHARE
     each = model.kv_bytes * (load.prompt + load.decode) / load.requests
     return max(1, floor(CACHE_SHARE * rest / each))
@@ -209,24 +211,24 @@ def choose_placements(count: int, seconds: Stages, split: Split = "largest_remai
     if count < 1:
         raise ConfigError(f"a plan is for at least 1 instance, got {count}")
     if not seconds.e:
-        whole = [_make_placement((count, "PD"))]
+        whole = [_make_placement((count, P + D))]
         if count == 1:
             return whole
         p, d = partition(count, (seconds.p, seconds.d), split)
-        return [_make_placement((p, "P"), (d, "D")), *whole]
+        return [_make_placement((p, P), (d, D)), *whole]
     if count == 1:
-        return [_make_placement((1, "EPD"))]
+        return [_make_placement((1, E + P + D))]
     if count == 2:
         return [
-            _make_placement((1, "EP"), (1, "D")),
-            _make_placement((1, "ED"), (1, "P")),
-            _make_placement((1, "PD"), (1, "E")),
+            _make_placement((1, E + P), (1, D)),
+            _make_placement((1, E + D), (1, P)),
+            _make_placement((1, P + D), (1, E)),
         ]
     e, p, d = partition(count, seconds, split)  # line 12
     return [
-        _make_placement((e, "E"), (p, "P"), (d, "D")),  # line 14
-        _make_placement((e + p, "EP"), (d, "D")),  # line 15
-        _make_placement((e + d, "ED"), (p, "P")),  # line 16
+        _make_placement((e, E), (p, P), (d, D)),  # line 14
+        _make_placement((e + p, E + P), (d, D)),  # line 15
+        _make_placement((e + d, E + D), (p, P)),  # line 16
     ]
 
 

@@ -26,11 +26,11 @@ import numpy as np
 from trinity.core.scheduler import latency_bound
 from trinity.costs.model_shape import ModelShape
 from trinity.costs.step_cost import CostModel, Device
-from trinity.placement import STAGES
 from trinity.planner.algorithm2 import measure_workload, stage_seconds
 from trinity.planner.candidates import Deployment
 from trinity.simulation.rate_sweep import TraceRequests, prepare_requests
 from trinity.simulation.workload import HASH_TOKENS, Counts
+from trinity.stage_kinds import DECODE, PREFILL, order_letters, roles_of, stage_kinds
 from trinity.traces.trace import SLO, SLORule, Trace
 
 KV_BLOCK_TOKENS = 16  # tokens of a KV block
@@ -105,15 +105,15 @@ class Bounds:
         return min(self._capacity(deployment, each) for each in _sets(deployment.placement.stages))
 
     def _capacity(self, deployment: Deployment, stages: str) -> float:
-        counted = stages if self.decode_counts else stages.replace("D", "")
+        counted = stages if self.decode_counts else stages.replace(DECODE.letter, "")
         serving = self._count_serving(deployment, counted)
-        together = any({"P", "D"} <= set(roles) for roles, _ in serving)
+        together = any(does.prefills and does.decodes for does in (roles_of(roles) for roles, _ in serving))
         most = inf
         for name in {name for _, name in serving}:
             seconds = self.least(name, counted, together)
             if seconds:
                 speed = sum(n * self._speed(name, *each, counted, together) for each, n in serving.items())
-                most = min(most, self._allow_late_work(speed / seconds / self.share, "D" in counted))
+                most = min(most, self._allow_late_work(speed / seconds / self.share, roles_of(counted).decodes))
         return most
 
     def _count_serving(self, deployment: Deployment, stages: str) -> Counter[tuple[str, str]]:
@@ -127,7 +127,7 @@ class Bounds:
     def _speed(self, reference: str, roles: str, name: str, stages: str, together: bool) -> float:
         """Compute the seconds of the reference device's work that one instance does in a second, at its best stage."""
         own = "".join(stage for stage in stages if stage in roles)
-        lanes = self.both_lanes if "E" in own and own != "E" else 1.0
+        lanes = self.both_lanes if roles_of(own).has_two_parts else 1.0
         if name == reference:
             return lanes
         ratios = [
@@ -148,11 +148,11 @@ class Bounds:
         ``together``: prefill and decode may share a step, which costs less than both.
         """
         kind, need = self.kinds[name], self.need
-        encode = 0.0
-        if "E" in stages:
+        does, encode = roles_of(stages), 0.0
+        if does.encodes:
             encode = _best(lambda n: kind.cost.at(0, 0, n, context=0.0, image_tokens=need.own_image), need.encode)
-        prefill = need.prefill if "P" in stages else 0.0
-        decode = need.decode if "D" in stages else 0.0
+        prefill = need.prefill if does.prefills else 0.0
+        decode = need.decode if does.decodes else 0.0
         if together and prefill and decode:
             return encode + self._language(kind, prefill, decode)
         return encode + (self._language(kind, prefill, 0) if prefill else 0.0) + self._language(kind, 0, decode)
@@ -174,7 +174,7 @@ class Bounds:
 
     def _rows(self, kind: Kind) -> float:
         """Compute the most decode rows in a step, on average: KV of the pool over KV of a row."""
-        blocks = kind.memory - self.model.weight_bytes("D")
+        blocks = kind.memory - self.model.weight_bytes(DECODE.letter)
         held = self.need.held / self.need.decode if self.need.decode else 0.0
         return max(1.0, blocks / (KV_BLOCK_TOKENS * self.model.kv_bytes) / held) if held else inf
 
@@ -186,7 +186,8 @@ class Bounds:
 
     def likely(self, deployment: Deployment) -> float:
         """Estimate requests/s at which short outputs meet too many steps in progress; inf where that is no limit."""
-        served = [each for each in self._count_serving(deployment, "D") if each[0] in ("D", "ED")]
+        serving = self._count_serving(deployment, DECODE.letter)
+        served = [each for each in serving if not roles_of(each[0]).prefills]
         if not served or not self.need.decode:
             return inf
         roles, name = max(served, key=lambda each: self._steps(each[1])[1])
@@ -200,7 +201,7 @@ class Bounds:
 
     def _limit_by_waits(self, roles: str, name: str, count: int) -> float:
         encode, step = self._steps(name)
-        if roles == "D":
+        if not roles_of(roles).encodes:
             return predict_step_waits(count, step, self._gaps, self.slo, self.rule, self._asked)
         return predict_encode_waits(count, encode, step, self._gaps, self.slo, self._asked)
 
@@ -210,11 +211,12 @@ class Bounds:
         slowest = min(rates, key=lambda roles: rates[roles])
         used = set(slowest) & set(self._stages())
         name = next(name for (roles, name) in self._count_serving(deployment, slowest) if roles == slowest)
-        return max(sorted(used, key=STAGES.index), key=lambda stage: self.usual(name, slowest, stage), default="P")
+        found = order_letters(used) or PREFILL.letter
+        return max(found, key=lambda stage: self.usual(name, slowest, stage))
 
     def _stages(self) -> str:
-        parts = zip(STAGES, (self.need.encode, self.need.prefill, self.need.decode), strict=True)
-        return "".join(stage for stage, tokens in parts if tokens)
+        tokens = {"media": self.need.encode, "prefill": self.need.prefill, "decodes": self.need.decode}
+        return "".join(kind.letter for kind in stage_kinds() if tokens[kind.work])
 
     def _group_rates(self, deployment: Deployment) -> dict[str, float]:
         """Compute requests/s of the instances of each kind of roles."""
@@ -230,13 +232,14 @@ class Bounds:
         encode, image = stage_seconds(self.load, kind.cost)[0], ceil(self.load.image)
         limit = latency_bound(roles, self.slo.ttft, self.slo.tbt)
         seconds = 0.0
-        if "E" in stages and need.encode:
+        own, does = roles_of(roles), roles_of(stages)
+        if does.encodes and need.encode:
             fits = _largest(lambda n: encode(int(n)), limit, image, float(_BATCHES[-1]))
             seconds += need.encode * encode(int(fits)) / fits
-        prefill, decode = need.prefill * ("P" in stages), need.decode * ("D" in stages)
+        prefill, decode = need.prefill * does.prefills, need.decode * does.decodes
         if not (prefill or decode):
             return seconds
-        waits = "E" in roles and "D" in roles and need.encode and self.both_lanes == 1.0
+        waits = own.encodes and own.decodes and need.encode and self.both_lanes == 1.0
         if not waits:
             return seconds + self._language_within(kind, limit, inf, prefill, decode)
         # Tokens wait for an image in their step: either that fits too, or images come in a tenth of the steps at most.

@@ -11,7 +11,6 @@ import msgspec
 
 from trinity.core.messages import IMAGE, KV
 from trinity.errors import TraceTooShort
-from trinity.placement import STAGES
 from trinity.planner.candidates import Deployment
 from trinity.planner.confirmation import CoreResult
 from trinity.planner.plan import Candidate
@@ -20,6 +19,7 @@ from trinity.planner.search import SearchResult
 from trinity.planner.trials import rate_of, step_of
 from trinity.simulation.rate_sweep import InstanceUsage
 from trinity.simulation.simulator import Replay
+from trinity.stage_kinds import all_letters, stage_kinds
 from trinity.traces.goodput import RequestOutcome
 from trinity.traces.trace import SLO, SLO_RULES, SLORule, Trace
 
@@ -121,13 +121,15 @@ def count_late(outcomes: Sequence[RequestOutcome], slo: SLO, rule: SLORule) -> t
 
 def find_late_stages(late: float, first: float) -> str:
     """Find the stages that make most of the ``late`` requests late; ``first`` of them are late by their first token."""
-    if not late:
-        return STAGES
-    return "EP" if 2 * first >= late else "D"
+    first_token = "ttft" if 2 * first >= late else "tbt"
+    return "".join(kind.letter for kind in stage_kinds() if not late or kind.bound == first_token)
 
 
-def find_busiest_stage(deployment: Deployment, utilisation: dict[str, dict[str, float]], stages: str = STAGES) -> str:
-    """Find which of these stages takes most of the time of the busiest group of instances."""
+def find_busiest_stage(
+    deployment: Deployment, utilisation: dict[str, dict[str, float]], stages: str | None = None
+) -> str:
+    """Find which of these stages (None: all) takes most of the time of the busiest group of instances."""
+    stages = all_letters() if stages is None else stages
     work: dict[str, dict[str, float]] = {}
     for name, roles in deployment.placement.instances():
         group = work.setdefault(roles, {})

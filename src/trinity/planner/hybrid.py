@@ -50,6 +50,7 @@ from trinity.planner.search_config import Options, SearchConfig
 from trinity.planner.strategy_result import StrategyResult
 from trinity.planner.trace_repair import prepare_recorded
 from trinity.simulation.simulator import Replay
+from trinity.stage_kinds import all_letters
 from trinity.traces.goodput import RequestOutcome
 from trinity.traces.trace import COMPLETE, SLO, SLORule, Trace
 
@@ -147,7 +148,7 @@ class HybridPlanner:
     @property
     def _general(self) -> Deployment:
         names = self.hardware.names
-        return Deployment.of(Placement.of([Group(len(names), "EPD")]), names)
+        return Deployment.of(Placement.of([Group(len(names), all_letters())]), names)
 
     def __repr__(self) -> str:
         devices = " and ".join(dict.fromkeys(self.hardware.names))

@@ -17,6 +17,7 @@ from trinity.errors.arguments import check_call
 from trinity.errors.files import name_file, read_regular_file, write_file
 from trinity.placement import Placement
 from trinity.planner.prices import PRICED_ROWS, PricedSteps, format_ms, list_prices
+from trinity.stage_kinds import stage_of
 from trinity.tables import Table, as_html, as_text
 from trinity.traces.goodput import RatePoint
 from trinity.traces.statistics import TraceStatistics
@@ -27,7 +28,7 @@ Objective = Literal["goodput", "goodput_per_cost", "fewest_instances", "throughp
 STRATEGIES: tuple[Strategy, ...] = get_args(Strategy)
 OBJECTIVES: tuple[Objective, ...] = get_args(Objective)
 SHOWN = 12  # candidates that a printed plan lists
-STAGE_NAMES = {"E": "encode", "P": "prefill", "D": "decode"}
+
 UNITS = {
     "goodput": "requests/s",
     "goodput_per_cost": "requests per unit of price",
@@ -364,7 +365,7 @@ def _limit_lines(best: Candidate) -> Iterator[str]:
         return
     busy = _busiest(best)
     share = f", {busy:.0%} busy at that rate" if busy else ""
-    yield f"What limits it: {STAGE_NAMES[best.bottleneck]} ({best.bottleneck}){share}."
+    yield f"What limits it: {stage_of(best.bottleneck).name} ({best.bottleneck}){share}."
     for kind, name in (("kv", "KV cache"), ("image", "image cache")):
         peaks = [held[f"{kind}_peak"] for held in best.memory.values() if f"{kind}_peak" in held]
         if peaks:

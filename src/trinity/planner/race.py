@@ -16,6 +16,7 @@ from math import inf
 from trinity.planner.candidates import Deployment
 from trinity.planner.search import BoundedCandidate, SearchResult, rank_results, search_to_end
 from trinity.planner.trials import Trials, rate_of, step_of
+from trinity.stage_kinds import roles_of
 from trinity.traces.goodput import RatePoint
 from trinity.traces.trace import SLORule
 
@@ -142,11 +143,12 @@ def find_short_roles(deployment: Deployment, point: RatePoint, share: float, rul
         return set()
     short = set()
     if point.ttft_attainment - point.attainment[rule] > (1 - share) * point.ttft_attainment:
-        short |= {each for each in roles if "D" in each}
+        short |= {each for each in roles if roles_of(each).decodes}
     if point.ttft_attainment < share:
-        prefill = {each for each in roles if "P" in each and "D" not in each}
+        prefill = {each for each in roles if roles_of(each).hands_kv_on}
+        encode = {each for each in roles if roles_of(each).only_encodes}
         busy = {each for each in roles if point.load.get(each, 0.0) > BUSY}
-        short |= prefill & busy or (busy & {"E"} if prefill else set())  # what decodes is always at work
+        short |= prefill & busy or (busy & encode if prefill else set())  # what decodes is always at work
     return short
 
 

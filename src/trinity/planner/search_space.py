@@ -16,6 +16,7 @@ from trinity.errors import ConfigError
 from trinity.errors.arguments import KeywordsByName, Number, Whole, check_struct, check_value
 from trinity.planner.bounds import Kind
 from trinity.planner.candidates import Deployment
+from trinity.stage_kinds import roles_of
 from trinity.traces.trace import SLO
 
 ALGORITHM1_LIMIT = 0  # a batch limit that Algorithm 1 finds by itself
@@ -91,7 +92,10 @@ def simulator_options(
             return kind.cost.at(decodes, tokens, media, context=512)
 
         found = predict_budgets(seconds, roles, limit, model.image_tokens if model.encoder else 0, warn=False)
-        tokens = int(set_to.get("mixed_tokens" if "D" in roles else "tokens", ALGORITHM1_LIMIT)) or found.token_budget
+        tokens = (
+            int(set_to.get("mixed_tokens" if roles_of(roles).decodes else "tokens", ALGORITHM1_LIMIT))
+            or found.token_budget
+        )
         media = int(set_to.get("images", ALGORITHM1_LIMIT)) * model.image_tokens or found.image_budget
         return msgspec.structs.replace(found, token_budget=tokens, image_budget=media)
 

@@ -20,6 +20,7 @@ from trinity.remote.channel.wire import Layout, ModelIdentity, Setup
 from trinity.runtime.host import LoadedInstance
 from trinity.runtime.loader import ServingConfig, ServingOptions, config_digest, hold_weights, load_instances
 from trinity.runtime.model_classes import fingerprint_model
+from trinity.stage_kinds import roles_of
 
 
 def describe_layouts(loaded: LoadedInstance) -> dict[str, Layout]:
@@ -99,7 +100,7 @@ def hold_instance_weights(setup: Setup) -> object | None:
 
 def prepare_transports(connector: Connector, roles: str) -> None:
     """Have the transports of these roles' pools start what they can before there is a pool. Blocks, as below."""
-    kinds = [IMAGE] * bool({*roles} & {*"EP"}) + [KV] * bool({*roles} & {*"PD"})
+    kinds = [kind for kind in (IMAGE, KV) if kind in roles_of(roles).kinds]
     for transport in {id(each): each for each in (connector.routes[kind].transport for kind in kinds)}.values():
         getattr(transport, "prepare", lambda: None)()
 

@@ -28,6 +28,7 @@ from trinity.runtime import loader
 from trinity.runtime.cuda_stream import make_lane_stream
 from trinity.runtime.host import InstanceHost, LoadedInstance, Network
 from trinity.runtime.shielded_wait import wait_shielded
+from trinity.stage_kinds import DECODE, ENCODE, LANGUAGE_STAGES, PREFILL
 from trinity.stages.base import Stage
 from trinity.timeline import Timeline
 
@@ -92,7 +93,7 @@ class LoadedStage:
 
         Raises ``ConfigError`` for blocks that are not taken, too few, named twice, or of an open request.
         """
-        self._of("E")
+        self._of(ENCODE.letter)
         prompt = check_value("prompt", prompt, ProcessedRequest)
         features = self._check_features(prompt.work, check_value("blocks", blocks, Sequence[_Blocks]))
         written = [block for each in features for block in each]
@@ -102,7 +103,7 @@ class LoadedStage:
         encodes = tuple(
             Encode(prompt.work.request, item, span, places, inputs) for item, (span, places, inputs) in items
         )
-        await self._step("E", encodes=encodes)
+        await self._step(ENCODE.letter, encodes=encodes)
 
     async def open(
         self,
@@ -121,7 +122,11 @@ class LoadedStage:
         hold its prompt or images, for no block of states where it needs one, and for tokens that the model does not
         have.
         """
-        stages, work, tokens = self._of("PD"), check_value("work", work, Work), check_value("tokens", tokens, _TOKENS)
+        stages, work, tokens = (
+            self._of(LANGUAGE_STAGES),
+            check_value("work", work, Work),
+            check_value("tokens", tokens, _TOKENS),
+        )
         if work.request in self._opened:
             raise ConfigError(f"request {work.request} is open already: close it first")
         self._check_tokens(work, tokens)
@@ -149,7 +154,7 @@ class LoadedStage:
         Raises ``ConfigError`` for a request that is not open, is open with other work or has a token, for positions
         outside of the prompt, and for those behind some that are not prefilled.
         """
-        self._of("P")
+        self._of(PREFILL.letter)
         work, start, end = (
             check_value("work", work, Work),
             check_value("start", start, Count),
@@ -160,7 +165,7 @@ class LoadedStage:
             raise ConfigError(f"positions {start} to {stop} are none of a prompt of {len(work.prompt)} tokens")
         opened.check_prefill(work, start)
         last = stop == len(work.prompt)
-        sampled = await self._step("P", prefills=(Prefill(work.request, start, stop - start, last),))
+        sampled = await self._step(PREFILL.letter, prefills=(Prefill(work.request, start, stop - start, last),))
         opened.filled = max(opened.filled, stop)
         if not last:
             return None
@@ -173,7 +178,7 @@ class LoadedStage:
         Raises ``ConfigError`` for a request that is not open or named twice, has no token yet or its ``max_tokens``,
         or fills its KV blocks.
         """
-        self._of("D")
+        self._of(DECODE.letter)
         requests = check_value("requests", requests, tuple[str, ...])
         if len(set(requests)) < len(requests):
             raise ConfigError(f"requests {', '.join(requests)}: name each once, since a step decodes one token of it")
@@ -181,7 +186,7 @@ class LoadedStage:
         for each in opened:
             each.outputs += 1
         try:
-            sampled = await self._step("D", decodes=requests)
+            sampled = await self._step(DECODE.letter, decodes=requests)
         except Exception:  # but not a cancellation, behind which the step runs to its end
             for each in opened:
                 each.outputs -= 1
@@ -191,7 +196,7 @@ class LoadedStage:
     async def close(self, request: str) -> None:
         """Drop the state of an open request; its blocks stay taken until they are freed."""
         self._opened.pop(check_value("request", request, str), None)
-        for stage in self._of("PD"):
+        for stage in self._of(LANGUAGE_STAGES):
             await self._call(partial(stage.close, request))
 
     async def aclose(self) -> None:

@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from trinity.memory.devices import PATIENT, URGENT, gpu_number, use_device
+from trinity.stage_kinds import roles_of
 
 T = TypeVar("T")
 
@@ -101,7 +102,7 @@ def make_lane_stream(device: str | None, lane: str, roles: str = "") -> LaneStre
     """
     if gpu_number(device) is None:
         return LaneStream()
-    return CudaLaneStream(str(device), lane == "language" or (lane == "joint" and "D" in roles))
+    return CudaLaneStream(str(device), lane == "language" or (lane == "joint" and roles_of(roles).decodes))
 
 
 def _do_nothing() -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from trinity.errors import ConfigError, TrinityError, describe_error
 from trinity.errors.arguments import show
 from trinity.plugins import load_plugin
+from trinity.stage_kinds import roles_of
 from trinity.stages.base import GrowableStage, Stage
 
 if TYPE_CHECKING:
@@ -23,12 +24,13 @@ def make_custom_stages(spec: Instance, setup: StageSetup) -> list[Stage]:
             f"stages= of {spec.name} have the letters {letters!r}, which do not fit its roles {spec.roles}: "
             "give at most one stage for each role"
         )
-    if {"P", "D"} <= set(spec.roles) and any(len({"P", "D"} & set(stage.letters)) == 1 for stage in made):
+    does, done = roles_of(spec.roles), [roles_of(stage.letters) for stage in made]
+    if does.prefills and does.decodes and any(each.prefills != each.decodes for each in done):
         raise ConfigError(
             f"{spec.name} ({spec.roles}) prefills and decodes: give one stage with letters 'PD' that does both"
         )
     if spec.reservation == "optimistic" and any(
-        "D" in each.letters and not isinstance(each, GrowableStage) for each in made
+        roles_of(each.letters).decodes and not isinstance(each, GrowableStage) for each in made
     ):
         raise ConfigError(
             f'{spec.name} has a stage without grow(): give it one (trinity.stages.GrowableStage), or reserve "full"'

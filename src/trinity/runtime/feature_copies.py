@@ -9,6 +9,7 @@ from trinity.core.messages import Collect, Collected, Failure
 from trinity.errors import describe_error
 from trinity.memory.block_memory import BlockMemory
 from trinity.memory.devices import use_copy_stream
+from trinity.stage_kinds import ENCODE
 
 if TYPE_CHECKING:
     import torch
@@ -23,7 +24,7 @@ async def copy_features(memory: BlockMemory, command: Collect, instance: str) ->
         return Collected(command.request, await asyncio.to_thread(_copy, memory, command))
     except Exception as error:  # of the device, or no memory
         text = f"the features could not be copied on {instance} ({describe_error(error)})"
-        return Collected(command.request, (), Failure("StageError", text, {"stage": "E"}))
+        return Collected(command.request, (), Failure("StageError", text, {"stage": ENCODE.letter}))
 
 
 def _copy(memory: BlockMemory, command: Collect) -> tuple[torch.Tensor, ...]:

@@ -58,6 +58,7 @@ from trinity.runtime.feature_copies import copy_features
 from trinity.runtime.lane import Lane
 from trinity.runtime.mailbox import Mailbox
 from trinity.runtime.pool_shapes import check_pools
+from trinity.stage_kinds import roles_of, stage_of
 from trinity.stages.attention.backends import make_backend
 from trinity.stages.base import Stage, StageSetup
 from trinity.timeline import Timeline
@@ -135,9 +136,9 @@ def make_built_in_stages(setup: StageSetup, taken: str) -> list[Stage]:
 
     letters = "".join(letter for letter in setup.roles if letter not in taken)
     made: list[Stage] = []
-    if "E" in letters and IMAGE in setup.memory:
+    if roles_of(letters).encodes and IMAGE in setup.memory:
         made.append(EncodeStage(setup.model, setup.memory[IMAGE], make_graph_cache(setup.model.device)))
-    language = letters.replace("E", "")
+    language = "".join(letter for letter in letters if stage_of(letter).part == "language")
     if language:
         kv, image = setup.memory[KV], setup.memory.get(IMAGE)
         heads = setup.model.adapter.text_config.num_attention_heads
@@ -239,14 +240,14 @@ class InstanceHost:
         self._tasks: set[asyncio.Task[None]] = set()
 
     def _make_lanes(self) -> dict[str, Lane]:
-        from trinity.core.instance.lanes import LANE_STAGES
+        from trinity.core.instance.lanes import LANE_PARTS
 
         spec = self.loaded.spec
         return {
             lane: Lane(
                 self.name,
                 lane,
-                [stage for stage in self.loaded.stages if set(stage.letters) & set(LANE_STAGES[lane])],
+                [stage for stage in self.loaded.stages if roles_of(stage.letters).parts & {*LANE_PARTS[lane]}],
                 self.post,
                 self._failed,
                 self._timeline,

@@ -38,6 +38,7 @@ from trinity.preprocess.worker_processes import KillableProcessor
 from trinity.runtime.host import InstanceHost, LoadedInstance, Network, build_instance
 from trinity.runtime.pool_shapes import add_states, block_shapes, check_pools
 from trinity.runtime.profiler import predict_emulated_budgets, profile_budgets, profile_tables
+from trinity.stage_kinds import roles_of
 from trinity.timeline import Timeline
 from trinity.traces.trace import SLO
 
@@ -226,7 +227,7 @@ def _build_copy(
 
 def _complete_spec(config: ServingConfig, spec: Instance, here: Sequence[Instance]) -> Instance:
     """Fill in device and packing: weights are packed if an instance here decodes, as all share one copy."""
-    pack = any("D" in each.roles for each in here) if spec.pack is None else spec.pack
+    pack = any(roles_of(each.roles).decodes for each in here) if spec.pack is None else spec.pack
     return replace(spec, device=spec.device or config.device, pack=pack)
 
 
@@ -332,7 +333,7 @@ def _default_pool_bytes(
 
 def _encode_bytes(roles: str) -> int:
     """Bytes of a GPU that an instance of these roles needs to encode, whatever its image budget."""
-    return ENCODE_BYTES if "E" in roles else 0
+    return ENCODE_BYTES if roles_of(roles).encodes else 0
 
 
 def _list_copies(config: ServingConfig, spec: Instance, model: LoadedModel | EmulatedModel) -> list[int]:

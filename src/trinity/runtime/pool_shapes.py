@@ -11,6 +11,7 @@ from trinity.errors import ConfigError
 from trinity.instance import Instance
 from trinity.memory.block_memory import BlockShape
 from trinity.memory.cache_config import CacheConfig
+from trinity.stage_kinds import roles_of
 
 if TYPE_CHECKING:
     from trinity.stages.models import LoadedModel
@@ -23,11 +24,11 @@ def block_shapes(roles: str, model: LoadedModel | EmulatedModel, cache: CacheCon
 
     States are with the KV, where the model's layers keep some.
     """
-    shapes: dict[str, BlockShape] = {}
+    shapes, held = dict[str, BlockShape](), roles_of(roles).kinds
     image = model.image_shape(cache.image_block_size)
-    if set(roles) & {"E", "P"} and image is not None:
+    if IMAGE in held and image is not None:
         shapes[IMAGE] = image
-    if set(roles) & {"P", "D"}:
+    if KV in held:
         shapes[KV] = model.kv_shape(cache.kv_block_size, cache.kv_dtype)
         if (states := model.state_shape()) is not None:
             shapes[STATE] = states

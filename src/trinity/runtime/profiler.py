@@ -34,6 +34,7 @@ from trinity.memory import native
 from trinity.preprocess.processor import RequestProcessor
 from trinity.runtime.host import LoadedInstance
 from trinity.runtime.profiler_lanes import LaneThreads, measure_interference
+from trinity.stage_kinds import DECODE, ENCODE, PREFILL, order_letters, roles_of, stage_of
 from trinity.stages.attention.backends import choose_backends
 from trinity.stages.attention.choice import CacheKind
 from trinity.stages.base import Stage
@@ -123,22 +124,22 @@ class CombinedProbe:
 
     def __init__(self, probes: Sequence[Probe]) -> None:
         self._having = {letter: probe for probe in reversed(probes) for letter in probe.letters}
-        self.letters = "".join(letter for letter in "EPD" if letter in self._having)
-        language = [probe.longest for letter, probe in self._having.items() if letter != "E"]
+        self.letters = order_letters(self._having)
+        language = [probe.longest for letter, probe in self._having.items() if stage_of(letter).part == "language"]
         self.longest = min(language, default=1)
-        self.image_tokens = self._having["E"].image_tokens if "E" in self._having else 1
+        self.image_tokens = self._having[ENCODE.letter].image_tokens if ENCODE.letter in self._having else 1
 
     def most_images(self) -> int:
-        return self._having["E"].most_images()
+        return self._having[ENCODE.letter].most_images()
 
     def encode(self, images: int) -> float:
-        return self._having["E"].encode(images)
+        return self._having[ENCODE.letter].encode(images)
 
     def prefill(self, tokens: int, prefilled: int = 0) -> float:
-        return self._having["P"].prefill(tokens, prefilled)
+        return self._having[PREFILL.letter].prefill(tokens, prefilled)
 
     def decode(self, rows: int, context: int | None = None) -> float:
-        return self._having["D"].decode(rows, context)
+        return self._having[DECODE.letter].decode(rows, context)
 
 
 def _budget_key(loaded: LoadedInstance, limit_s: float) -> BudgetKey:
@@ -163,11 +164,12 @@ def _budget_key(loaded: LoadedInstance, limit_s: float) -> BudgetKey:
 def _search_budgets(probe: Probe, roles: str, limit_s: float) -> StepBudgets:
     found: dict[str, BudgetResult] = {}
     beside = probe.interference() if probe.dual else 1.0
-    if "P" in roles:
+    does = roles_of(roles)
+    if does.prefills:
         found["prefill"] = search_budget(probe.prefill, limit_s, high=probe.most_tokens(), interference=beside)
-    if "D" in roles:
+    if does.decodes:
         found["decodes"] = search_budget(probe.decode, limit_s, high=probe.most_rows(), interference=beside)
-    if "E" in roles and probe.span is not None:
+    if does.encodes and probe.span is not None:
         found["images"] = search_budget(probe.encode, limit_s, high=probe.most_images(), interference=beside)
     return combine_budgets(found, probe.image_tokens, limit_s, beside)
 
@@ -187,7 +189,7 @@ class Probe:
     def __post_init__(self) -> None:
         spec = self.loaded.spec
         self._threads = LaneThreads(spec.lanes, spec.cores, spec.threads, spec.device)
-        if "E" in self.loaded.spec.roles and self.processor.multimodal:
+        if roles_of(self.loaded.spec.roles).encodes and self.processor.multimodal:
             self.span, self.inputs = self.processor.dummy_inputs()
 
     def close(self) -> None:
@@ -200,7 +202,8 @@ class Probe:
 
     def interference(self) -> float:
         """Measure how many times longer a step takes beside a step of the other lane than alone."""
-        steps = {"P": partial(self.prefill, min(BESIDE_TOKENS, self.longest)), "D": partial(self.decode, BESIDE_ROWS)}
+        prefill, decode = partial(self.prefill, min(BESIDE_TOKENS, self.longest)), partial(self.decode, BESIDE_ROWS)
+        steps = {PREFILL.letter: prefill, DECODE.letter: decode}
         language = {letter: steps[letter] for letter in self.letters if letter in steps}
         return measure_interference(partial(self.encode, 1), language)
 
@@ -211,7 +214,7 @@ class Probe:
     @property
     def letters(self) -> str:
         """Letters of the stages that can be probed; E only if the model has an encoder."""
-        return "".join(each for each in self.loaded.spec.roles if each != "E" or self.span is not None)
+        return "".join(each for each in self.loaded.spec.roles if stage_of(each).media is None or self.span is not None)
 
     @property
     def longest(self) -> int:
@@ -245,7 +248,7 @@ class Probe:
             Encode(f"{PROBE}-{n}", 0, self.span, tuple(range(n * each, (n + 1) * each)), self.inputs)
             for n in range(images)
         )
-        return self._run("E", Step(0, "joint", encodes=rows), [])
+        return self._run(ENCODE.letter, Step(0, "joint", encodes=rows), [])
 
     def prefill(self, tokens: int, prefilled: int = 0) -> float:
         """Time a step that prefills ``tokens`` tokens, in prompts no longer than the context, in seconds.
@@ -255,26 +258,26 @@ class Probe:
         if prefilled:
             one = self._open(0, prefilled + tokens, (), prefilled)
             chunk = Prefill(one.work.request, prefilled, tokens, True)
-            return self._run("P", Step(0, "joint", prefills=(chunk,)), [one])
+            return self._run(PREFILL.letter, Step(0, "joint", prefills=(chunk,)), [one])
         lengths = [self._context] * (tokens // self._context)
         if tokens % self._context:
             lengths.append(tokens % self._context)
         opened = [self._open(n, length, ()) for n, length in enumerate(lengths)]
         rows = tuple(Prefill(each.work.request, 0, len(each.work.prompt), True) for each in opened)
-        return self._run("P", Step(0, "joint", prefills=rows), opened)
+        return self._run(PREFILL.letter, Step(0, "joint", prefills=rows), opened)
 
     def decode(self, rows: int, context: int | None = None) -> float:
         """Time a step that decodes ``rows`` rows at this context (tokens; None: a mean one), in seconds."""
         length = max(1, min(MEAN_CONTEXT, self._context // 2)) if context is None else context
         opened = [self._open(n, length, (0,)) for n in range(rows)]
-        return self._run("D", Step(0, "joint", decodes=tuple(each.work.request for each in opened)), opened)
+        return self._run(DECODE.letter, Step(0, "joint", decodes=tuple(each.work.request for each in opened)), opened)
 
     def mixed(self, rows: int, context: int, tokens: int) -> float:
         """Time a step of ``rows`` decodes at this context beside a prompt of ``tokens`` tokens, in seconds."""
         opened = [self._open(n, context, (0,)) for n in range(rows)]
         one = self._open(rows, tokens, ())
         chunk, names = Prefill(one.work.request, 0, tokens, True), tuple(each.work.request for each in opened)
-        return self._run("P", Step(0, "joint", prefills=(chunk,), decodes=names), [*opened, one])
+        return self._run(PREFILL.letter, Step(0, "joint", prefills=(chunk,), decodes=names), [*opened, one])
 
     def _open(self, number: int, length: int, tokens: tuple[int, ...], prefilled: int = 0) -> Open:
         """Make a request with blocks of its own while there are some; their content does not matter.

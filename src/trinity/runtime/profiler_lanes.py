@@ -10,10 +10,11 @@ from functools import partial
 from statistics import median
 from typing import TypeVar
 
-from trinity.core.instance.lanes import LANE_STAGES
+from trinity.core.instance.lanes import LANE_PARTS
 from trinity.instance import split_cores
 from trinity.runtime.cpu_affinity import pin_thread
 from trinity.runtime.cuda_stream import LaneStream, make_lane_stream
+from trinity.stage_kinds import stage_of
 
 T = TypeVar("T")
 ROUNDS = 3  # each of steps alone, then steps beside the other lane
@@ -34,7 +35,7 @@ class LaneThreads:
 
     def run(self, letter: str, work: Callable[[LaneStream], T]) -> T:
         """Call ``work(stream)`` on the thread of the lane that runs this stage, and wait for its result."""
-        lane = next(lane for lane in self._pools if letter in LANE_STAGES[lane])
+        lane = next(lane for lane in self._pools if stage_of(letter).part in LANE_PARTS[lane])
         stream = self._streams[lane]
         return self._pools[lane].submit(stream.run, partial(work, stream)).result()
 

@@ -6,9 +6,11 @@ import re
 import traceback
 from collections.abc import Collection
 
+from trinity.core.instance.rates import units
 from trinity.core.messages import Encode, Sampled, Step
 from trinity.errors import RequestError, StageError, TrinityError, describe_error
 from trinity.errors.arguments import show
+from trinity.stage_kinds import order_letters, roles_of, stage_of
 from trinity.stages.base import FailedSample
 
 SAMPLED_ONLY = {Sampled}
@@ -92,11 +94,12 @@ def check_complete(step: Step, sampled: dict[str, Sampled], vocabulary: int = LA
 
 def select_rows(step: Step, letters: str) -> Step | None:
     """Select the rows of a step that a stage with these letters runs; None if there are none."""
-    if step.decodes and not (step.encodes or step.prefills) and "D" in letters:
+    does = roles_of(letters)
+    if step.decodes and not (step.encodes or step.prefills) and does.decodes:
         return step  # most steps
-    encodes = step.encodes if "E" in letters else ()
-    prefills = step.prefills if "P" in letters else ()
-    decodes = step.decodes if "D" in letters else ()
+    encodes = step.encodes if does.encodes else ()
+    prefills = step.prefills if does.prefills else ()
+    decodes = step.decodes if does.decodes else ()
     return Step(step.id, step.lane, encodes, prefills, decodes, step.group) if encodes or prefills or decodes else None
 
 
@@ -139,14 +142,12 @@ def split_by_item(step: Step) -> list[Step]:
 
 def name_letters(step: Step) -> str:
     """Name the letters of the stages that a step's rows need."""
-    present = (("E", step.encodes), ("P", step.prefills), ("D", step.decodes))
-    return "".join(letter for letter, rows in present if rows)
+    return order_letters(units(step))
 
 
 def name_stages(step: Step) -> str:
     """Name the stages that a step's rows need, as in "prefill+decode"."""
-    names = {"E": "encode", "P": "prefill", "D": "decode"}
-    return "+".join(names[letter] for letter in name_letters(step))
+    return "+".join(stage_of(letter).name for letter in name_letters(step))
 
 
 def describe_rows(step: Step) -> tuple[str, dict[str, float]]:

@@ -38,6 +38,7 @@ from trinity.costs.model_shape import ModelShape
 from trinity.costs.step_cost import CostModel
 from trinity.simulation.event_loop import EventLoop
 from trinity.simulation.workload import OUTPUT, Job, asked_tokens, work_of
+from trinity.stage_kinds import DECODE, KINDS_OF_WORK, KindOfWork, count_alone, stage_of
 from trinity.timeline import Slice
 
 StepCounts = tuple[int, int, int]  # decodes, prefill tokens, visual tokens of a step
@@ -120,16 +121,19 @@ class SimulatedInstance:
         return self._context
 
     def book(self, counts: StepCounts, seconds: float) -> None:
-        """Add a step's seconds to its stages. A mixed step is shared in proportion to what each stage takes alone."""
-        decodes, prefill, media = counts
+        """Add a step's seconds to its stages. A mixed step is shared in proportion to what each stage takes alone.
+
+        All media of an instance with several encoders count at the first of them.
+        """
+        _, prefill, media = counts
         if not (prefill or media):
-            self.busy["D"] += seconds
+            self.busy[DECODE.letter] += seconds
             return
-        alone = {
-            letter: self.cost.seconds(*rows)
-            for letter, rows in (("E", (0, 0, media)), ("P", (0, prefill, 0)), ("D", (decodes, 0, 0)))
-            if any(rows)
-        }
+        given, first = dict(zip(KINDS_OF_WORK, counts, strict=True)), dict[KindOfWork, str]()
+        for letter in self.busy:
+            first.setdefault(stage_of(letter).work, letter)
+        rows = {letter: given[work] for work, letter in first.items() if given[work]}
+        alone = {letter: self.cost.seconds(*count_alone(letter, count)) for letter, count in rows.items()}
         total = 0.0
         for share in (
             alone.values()

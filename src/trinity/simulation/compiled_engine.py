@@ -28,11 +28,12 @@ from trinity.costs.step_cost import CostTables, Roofline
 from trinity.errors import ConfigError
 from trinity.memory.native import extension
 from trinity.simulation.compiled_workload import CompiledWorkload, Floats, Ints, rows_of
+from trinity.stage_kinds import KindOfWork, stage_of
 from trinity.traces.trace import SLO
 
 SPAN_SLACK = 1.1  # times the span of the arrivals, of which a load is at most
 SIMULATOR = 5  # version of the extension's interface that this file calls
-ROLES = {"E": 1, "P": 2, "D": 4}
+STAGES: tuple[KindOfWork, ...] = ("media", "prefill", "decodes")  # the engine's, in order: of each a bit and a column
 BATCH_POLICIES = ("alg1", "time", "prefill_first")
 ORDERS = ("fcfs", "sjf", "deadline")
 REASONS = ("", "length", "cancelled", "deadline", "error", "stop", "preempted")
@@ -187,7 +188,7 @@ def other_pools(settings: Sequence[Settings]) -> str:
 def _setup(each: Settings, place: int, cluster: Cluster) -> tuple[int, ...]:
     rules: BatchRules = each.rules
     return (
-        sum(ROLES[role] for role in each.roles),
+        sum(1 << STAGES.index(stage_of(letter).work) for letter in each.roles),
         int(len(each.lanes) > 1),
         each.pools.get(IMAGE, 0),
         each.pools.get(KV, 0),
@@ -238,7 +239,10 @@ def unpack_replay(raw: RawReplay, work: CompiledWorkload, settings: Sequence[Set
 def to_busy_seconds(busy: Floats, settings: Sequence[Settings]) -> list[dict[str, float]]:
     """Return each instance's busy seconds at each of its stages."""
     rows = busy.reshape(-1, 3).tolist()
-    return [{role: own["EPD".index(role)] for role in each.roles} for own, each in zip(rows, settings, strict=True)]
+    return [
+        {letter: own[STAGES.index(stage_of(letter).work)] for letter in each.roles}
+        for own, each in zip(rows, settings, strict=True)
+    ]
 
 
 def to_peak_blocks(peak: Ints, settings: Sequence[Settings]) -> list[dict[str, int]]:

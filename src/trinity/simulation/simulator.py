@@ -42,6 +42,7 @@ from trinity.simulation.replay_result import describe_compiled, describe_cores
 from trinity.simulation.role_switches import AdaptiveCluster, PlacementChange, plan_switches
 from trinity.simulation.screening_table import ScreenedInstances, StandIn, screen_settings
 from trinity.simulation.workload import has_shared_content, jobs_of
+from trinity.stage_kinds import roles_of
 from trinity.traces.goodput import ServeFunction
 from trinity.traces.trace import SLO, Trace
 
@@ -140,7 +141,7 @@ class Simulator:
     def _spread_on(self, placement: Placement | str) -> int:
         """Count the encoders that a request may have: one where no other instance with E could help."""
         parsed = Placement.parse(placement) if isinstance(placement, str) else placement
-        count = sum("E" in roles for _, roles in parsed.instances())
+        count = sum(roles_of(roles).encodes for _, roles in parsed.instances())
         return self.config.spread or 1 if count > 1 else 1
 
     def _settings(self, name: str, roles: str, place: int, shared: bool, helped: bool) -> Settings:

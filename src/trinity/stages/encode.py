@@ -12,6 +12,7 @@ from trinity.core.messages import Encode, Open, Sampled, Step
 from trinity.errors import StageError
 from trinity.memory.block_memory import BlockMemory
 from trinity.memory.freed_memory import release_at_times
+from trinity.stage_kinds import ENCODE
 from trinity.stages.gpu.cuda_graphs import GraphCache, Tensors
 from trinity.stages.models import LoadedModel
 from trinity.stages.models.base import MediaInputs
@@ -32,7 +33,7 @@ class EncodeStage:
     An item's features fill its blocks in order, the last one partly. Items are batched if their shapes allow it.
     """
 
-    letters = "E"
+    letters = ENCODE.letter
 
     def __init__(self, model: LoadedModel, image: BlockMemory, graphs: GraphCache | None = None) -> None:
         self.model, self.image, self._graphs = model, image, graphs
@@ -98,7 +99,7 @@ class EncodeStage:
         height = self.image.shape.shape[0]
         if len(features) > height * len(item.blocks):
             problem = f"{len(features)} feature rows do not fit {len(item.blocks)} blocks of {height}"
-            raise StageError(problem, item.request, "E")
+            raise StageError(problem, item.request, ENCODE.letter)
         for block, rows in zip(item.blocks, torch.split(features, height), strict=False):
             self.image.tensor[block, : len(rows)] = rows
 

@@ -16,6 +16,7 @@ from trinity.core.messages import Grow, Open, Sampled, Step
 from trinity.errors import StageError
 from trinity.memory.block_memory import BlockMemory
 from trinity.memory.devices import wait_for_stream
+from trinity.stage_kinds import LANGUAGE_STAGES, roles_of
 from trinity.stages.async_steps import MOST_SLOTS, DeviceTokens, FinishedStep, HostCopies, LaunchedStep, draw_next
 from trinity.stages.attention.backends import AUTO, make_backend
 from trinity.stages.attention.fp8 import find_spoilt, storage
@@ -83,23 +84,24 @@ class LanguageStage:
         model: LoadedModel,
         kv: BlockMemory,
         image: BlockMemory | None,
-        letters: str = "PD",
+        letters: str = LANGUAGE_STAGES,
         observe: LogitsObserver | None = None,
         backend: AttentionBackend | None = None,
         graphs: GraphCache | None = None,
         states: BlockMemory | None = None,
     ) -> None:
         self.model, self.kv, self.image, self.letters, self.observe = model, kv, image, letters, observe
+        self._does = roles_of(letters)
         self.states, graphs = states, graphs if states is None and not model.counts_rows else None
         self._backend = backend or make_backend(AUTO, kv.shape.shape, kv.shape.dtype, kv.tensor.device)
         self._tokens, self._flight, self._copies = DeviceTokens(kv.tensor.device), deque[LaunchedStep](), HostCopies()
         if kv.tensor.is_cuda and states is None:
             self.launch = self.launch_on_device
         self._graphs: DecodeGraphs | None = None
-        if graphs is not None and "D" in letters and getattr(self._backend, "supports_graphs", False):
+        if graphs is not None and self._does.decodes and getattr(self._backend, "supports_graphs", False):
             self._graphs = DecodeGraphs(model, kv.tensor, self._backend, graphs, self._tokens)
         self._prefill_graphs: PrefillGraphs | None = None
-        if graphs is not None and "P" in letters and getattr(self._backend, "supports_chunk_slots", False):
+        if graphs is not None and self._does.prefills and getattr(self._backend, "supports_chunk_slots", False):
             features = None if image is None else image.tensor
             self._prefill_graphs = PrefillGraphs(
                 *(model, kv.tensor, self._backend, graphs, self._tokens, features, letters)
@@ -112,14 +114,14 @@ class LanguageStage:
     def warm_up(self) -> None:
         """Compile kernels and record CUDA graphs, so that the first requests do not wait. No request may be open."""
         ids, one = np.arange(self._block_rows), np.zeros(1, dtype=np.int64)
-        if "P" in self.letters:
+        if self._does.prefills:
             rope = ids if self.model.adapter.axes == 1 else np.tile(ids, (self.model.adapter.axes, 1))
             self._eager(NO_DECODES, [Chunk(ids, rope, 0, one)], 0)
-        if "D" in self.letters:  # perhaps by another backend
+        if self._does.decodes:  # perhaps by another backend
             self._eager(Decodes(one, one, one + 1, one[None], one), [], 0)
         if (warm_up := getattr(self._backend, "warm_up", None)) is not None:
-            warm_up(self.kv.tensor, chunks="P" in self.letters, groups=self.model.adapter.whole_media)
-        if self._graphs is not None and "D" in self.letters:
+            warm_up(self.kv.tensor, chunks=self._does.prefills, groups=self.model.adapter.whole_media)
+        if self._graphs is not None and self._does.decodes:
             self._graphs.warm_up()
         if self._prefill_graphs is not None:
             self._prefill_graphs.warm_up()
@@ -233,11 +235,11 @@ class LanguageStage:
         table = self._requests
         decoded, decodes, slots = list[OpenRequest](), NO_DECODES, NO_DECODES.slots
         requests: AbstractSet[str] = frozenset()
-        if step.decodes and "D" in self.letters:
+        if step.decodes and self._does.decodes:
             selection = table.select(step.decodes)
             decoded, decodes = selection.rows, table.read_decodes(selection)
             slots, requests = selection.slots, selection.members
-        if not step.prefills or "P" not in self.letters:  # most steps
+        if not step.prefills or not self._does.prefills:  # most steps
             return StepRows(decodes, [], decoded, slots, requests)
         filled = [table.find(prefill.request) for prefill in step.prefills]
         chunks = [row.chunk(prefill) for row, prefill in zip(filled, step.prefills, strict=True)]

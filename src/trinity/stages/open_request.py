@@ -10,6 +10,7 @@ from torch import Tensor
 
 from trinity.core.messages import Open, Prefill
 from trinity.errors import StageError
+from trinity.stage_kinds import DECODE, PREFILL
 from trinity.stages.attention.interface import PagedRows
 from trinity.stages.batch import Chunk
 from trinity.stages.block_tables import BlockTables
@@ -72,11 +73,13 @@ class OpenRequest:
         start, end = asked.start, asked.start + asked.length
         if not 0 <= start < end <= len(self.input_ids):
             raise StageError(
-                f"prefill of [{start}, {end}) in a text of {len(self.input_ids)} tokens", self.request, "P"
+                f"prefill of [{start}, {end}) in a text of {len(self.input_ids)} tokens", self.request, PREFILL.letter
             )
         low, high = np.searchsorted(self.feature_at, (start, end))
         if low < high and self.feature_rows[low:high].min() < 0:
-            raise StageError(f"prefill of [{start}, {end}) needs features that were not given", self.request, "P")
+            raise StageError(
+                f"prefill of [{start}, {end}) needs features that were not given", self.request, PREFILL.letter
+            )
         return Chunk(
             ids=self.input_ids[start:end],
             rope=self._rope(start, end),
@@ -103,7 +106,9 @@ class OpenRequest:
             return None
         for cut in (start, end):
             if 0 < cut < len(self.groups) and self.groups[cut] == self.groups[cut - 1] >= 0:
-                raise StageError(f"a prefill chunk cuts the media item around position {cut}", self.request, "P")
+                raise StageError(
+                    f"a prefill chunk cuts the media item around position {cut}", self.request, PREFILL.letter
+                )
         return self.groups[start:end]
 
 
@@ -148,9 +153,11 @@ def find_bad_decode(
     """Return the error of the first row that cannot decode: it has no token yet, or is longer than its blocks."""
     for row, has_no_token, length, limit in zip(rows, unknown.tolist(), lengths.tolist(), limits.tolist(), strict=True):
         if has_no_token:
-            return StageError("decoded before its prefill ended", row.request, "D")
+            return StageError("decoded before its prefill ended", row.request, DECODE.letter)
         if length > limit:
-            return StageError(f"position {length - 1} lies beyond its blocks ({limit} positions)", row.request, "D")
+            return StageError(
+                f"position {length - 1} lies beyond its blocks ({limit} positions)", row.request, DECODE.letter
+            )
     raise AssertionError("no row is at fault")
 
 

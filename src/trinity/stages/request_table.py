@@ -11,6 +11,7 @@ import torch
 from trinity.core.messages import Open, Sampled
 from trinity.errors import StageError
 from trinity.preprocess.media.media_kinds import kind_names
+from trinity.stage_kinds import PREFILL
 from trinity.stages.batch import Decodes
 from trinity.stages.block_tables import BlockTables
 from trinity.stages.host_rules import make_host_rules
@@ -345,7 +346,7 @@ class RequestTable:
             inside = np.flatnonzero(here) + span.offset
             if len(inside) != span.tokens:
                 problem = f"media item {number} has {span.tokens} feature rows for {len(inside)} placeholders"
-                raise StageError(problem, opening.work.request, "P")
+                raise StageError(problem, opening.work.request, PREFILL.letter)
             items[inside], kinds[inside] = number, 1 + kind_names().index(span.kind)
         at = np.flatnonzero(items >= 0)
         return at, items[at], kinds

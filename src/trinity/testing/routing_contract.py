@@ -6,6 +6,7 @@ Call it from your own tests: ``check_routing(MyPolicy)``. It raises ``AssertionE
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import combinations
 from math import inf
 from random import Random
 from typing import Any
@@ -21,12 +22,13 @@ from trinity.costs.step_cost import cost_for_device
 from trinity.placement import Placement
 from trinity.simulation.cluster_model import SimulatedCluster
 from trinity.simulation.workload import Job
+from trinity.stage_kinds import all_letters, roles_of
 
 CHOICES = 300
 REQUESTS = 40
 ARRIVALS_S = 0.1  # in which all requests of a run arrive, so that they overlap
 MOST_EVENTS = 1_000_000  # of a run; more are a livelock
-ROLE_SETS = ("E", "P", "D", "EP", "PD", "ED", "EPD")
+ROLE_SETS = ["".join(some) for count in (1, 2, 3) for some in combinations(all_letters(), count)]
 POOLS = {IMAGE: 64, KV: 256}
 MakePolicy = Callable[[], RoutingPolicy]
 RoutingCheck = Callable[[MakePolicy], None]
@@ -99,17 +101,17 @@ def it_chooses_among_the_peers(make: MakePolicy) -> None:
             router.add(peer)
         for known in list(router.peers.values()) if draw.random() < 0.5 else ():
             router.take(draw_load(draw, known))
-        for letter in "EPD":
+        for letter in all_letters():
             router.choose(letter, draw_work(draw, number))
         router.enter(draw_work(draw, number))
 
 
 def one_peer_is_enough(make: MakePolicy) -> None:
     router = Router(_Recorder(make()))
-    router.add(PeerUp("EPD0", "EPD", pools=POOLS))
+    router.add(PeerUp("one", all_letters(), pools=POOLS))
     draw = Random(2)
     for number in range(20):
-        assert router.choose("EPD"[number % 3], draw_work(draw, number)) == "EPD0"
+        assert router.choose(all_letters()[number % 3], draw_work(draw, number)) == "one"
 
 
 def policies_of_two_instances_are_two(make: MakePolicy) -> None:
@@ -134,7 +136,7 @@ def _prepare_run(placement: str, routing: Callable[[], RoutingPolicy], draw: Ran
     """Set up the cores of a placement, each with its policy, and requests at random times."""
     instances = []
     for name, roles in Placement.parse(placement).instances():
-        pools = {kind: POOLS[kind] for kind, users in ((IMAGE, "EP"), (KV, "PD")) if set(roles) & set(users)}
+        pools = {kind: blocks for kind, blocks in POOLS.items() if kind in roles_of(roles).kinds}
         instances.append(Settings(name, roles, pools, lease_s=inf, report_s=inf))
     cluster, model = Cluster.of("H100", len(instances)), get_model_shape("llava-1.5-7b")
     return SimulatedCluster(

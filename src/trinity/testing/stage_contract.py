@@ -21,6 +21,7 @@ from trinity.errors import StageError
 from trinity.memory.block_memory import BlockMemory
 from trinity.preprocess.processor import ProcessedRequest, RequestProcessor
 from trinity.request import Request, Sampling
+from trinity.stage_kinds import DECODE, ENCODE, PREFILL, all_letters, roles_of
 from trinity.stages.base import GrowableStage, Stage, StageFactory, StageSetup
 from trinity.stages.language import LanguageStage
 from trinity.stages.models import LoadedModel, load_model
@@ -123,9 +124,9 @@ class StageBench:
 
     def start(self, work: Work, blocks: Sequence[int]) -> int:
         """Open a request to decode: its prompt is prefilled here, by trinity's own stage if this one has no P."""
-        if "P" in self.letters:
+        if roles_of(self.letters).prefills:
             return self.prefill(work, blocks)
-        prefill = LanguageStage(self.model, self.memory[KV], None, "P", states=self.memory.get(STATE))
+        prefill = LanguageStage(self.model, self.memory[KV], None, PREFILL.letter, states=self.memory.get(STATE))
         token = StageBench(lambda setup: prefill, self.model, (), self.roles).prefill(work, blocks)
         self.open(work, blocks, tokens=[token])
         return token
@@ -150,7 +151,7 @@ class StageBench:
 StageCheck = Callable[[StageBench], None]
 
 
-def check_stage(factory: StageFactory, *, model: str | Path | None = None, roles: str = "EPD") -> None:
+def check_stage(factory: StageFactory, *, model: str | Path | None = None, roles: str = all_letters()) -> None:
     """Check the stage that ``factory`` makes against the contract of ``Stage``, for each of its letters.
 
     - ``model`` (None): a checkpoint's directory; a tiny LLaVA is built where there is none. It is loaded in float32.
@@ -164,7 +165,7 @@ def check_stage(factory: StageFactory, *, model: str | Path | None = None, roles
         prompts = _make_prompts(source, loaded.multimodal)
         letters = StageBench(factory, loaded, prompts, roles).letters
         for letter, checks in STAGE_CHECKS.items():
-            for check in checks if letter in letters and (letter != "E" or loaded.multimodal) else ():
+            for check in checks if letter in letters and (letter != ENCODE.letter or loaded.multimodal) else ():
                 _run(check, StageBench(factory, loaded, prompts, roles))
 
 
@@ -315,7 +316,7 @@ def decodes_go_on_where_they_were(bench: StageBench) -> None:
 
 
 def decodes_of_one_step_do_not_mix(bench: StageBench) -> None:
-    works = [prompt.work for prompt in bench.prompts[:2] if not prompt.work.media or "P" in bench.letters]
+    works = [prompt.work for prompt in bench.prompts[:2] if not prompt.work.media or roles_of(bench.letters).prefills]
     alone = [_decode_alone(bench, work) for work in works]
     tokens = [[bench.start(work, bench.table(work, place))] for place, work in enumerate(works)]
     for _ in range(OUTPUTS - 1):
@@ -346,19 +347,19 @@ def blocks_may_come_as_it_decodes(bench: StageBench) -> None:
 
 
 STAGE_CHECKS: dict[str, tuple[StageCheck, ...]] = {
-    "E": (
+    ENCODE.letter: (
         features_fill_their_own_blocks,
         features_do_not_depend_on_place_or_turn,
         features_do_not_depend_on_the_batch,
     ),
-    "P": (
+    PREFILL.letter: (
         a_prompt_writes_its_own_blocks,
         chunks_are_as_good_as_the_whole_prompt,
         prompts_of_one_step_do_not_mix,
         a_step_may_run_again,
         a_request_that_is_not_open_fails_alone,
     ),
-    "D": (
+    DECODE.letter: (
         decodes_go_on_where_they_were,
         decodes_of_one_step_do_not_mix,
         decodes_write_their_own_blocks,

@@ -235,10 +235,10 @@ def test_a_cached_item_counts_only_what_it_takes_from_the_pool() -> None:
         (Submit(work("c", "cat", 1, "dog*8", 1, "fox")), []),
     ]
     table(core, rows[:-1])
-    assert core.state.image.available == 3
+    assert core.state.pools["image"].available == 3
     out = brief(core.handle(Submit(work("c", "fox*8", 1, "cat")), 0.0))
     assert out[0] == "step 3 joint: encode c.0 into 1,2", "cat stays, dog goes"
-    assert core.state.image.evictions == 2
+    assert core.state.pools["image"].evictions == 2
 
 
 def test_what_one_admission_counts_on_is_not_evicted_by_another_in_the_same_step() -> None:
@@ -302,7 +302,7 @@ def test_a_strip_that_is_here_leaves_the_others_of_its_image_in_one_step() -> No
 
 def test_an_item_of_no_tokens_is_in_the_step_of_the_one_before_it() -> None:
     def encodes(budget: int, *tokens: int) -> list[tuple[str, tuple[int, ...]]]:
-        view = View(new_encodes=[EncodeView("a", tuple(enumerate(tokens)))], free_media=9)
+        view = View(new_encodes=[EncodeView("a", tuple(enumerate(tokens)))], free_media={"image": 9})
         return schedule(view, BatchRules(token_budget=64, image_budget=budget)).encodes
 
     assert encodes(1, 12, 0, 0, 8, 0) == [("a", (0, 1, 2))]

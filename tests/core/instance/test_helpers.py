@@ -68,7 +68,7 @@ def test_what_a_helper_has_is_offered_from_there() -> None:
         (said("ready"), ["P0: offer E0:1 image of r [0][] by way of E0", "P0: ready E0:1 0,1", "P0: commit E0:1"]),
     ]
     table(core, rows)
-    assert core.state.image.held == 1, "the block of the second item is free again"
+    assert core.state.pools["image"].held == 1, "the block of the second item is free again"
     ended(core, "E0:1")
 
 
@@ -77,7 +77,7 @@ def test_what_is_found_while_the_rest_is_encoded_waits_for_it() -> None:
     table(core, [(asked(), ["step 1 joint: encode r.0 into 0"]), (said("ready"), [])])
     slot = core.state.requests["r"].media[1]
     assert (slot.helper, slot.holder, slot.blocks) == ("", "E1", ())
-    assert core.state.image.held == 1
+    assert core.state.pools["image"].held == 1
 
 
 def test_nothing_is_recalled_while_another_request_has_an_image_of_it_in_a_step() -> None:
@@ -148,7 +148,7 @@ def test_one_that_waits_for_another_request_recalls_its_own() -> None:
 def test_all_blocks_are_reserved_so_that_nothing_is_waited_for_that_a_helper_may_not_give() -> None:
     core = asker(image=2)
     core.handle(asked(), 0.0)
-    assert core.state.image.held == 2
+    assert core.state.pools["image"].held == 2
     core.handle(said("begun"), 0.0)
     core.handle(done(1), 0.0)
     assert core.handle(said("no"), 0.0), "it is encoded here, and waits for no block"
@@ -228,7 +228,7 @@ def test_all_found_while_it_waits_for_the_encoder_is_offered_at_once() -> None:
     assert core.handle(said("ready"), 1.0) == []
     (offer,) = sent(core.handle(said("ready", item=0, helper="E2"), 1.0), Offer)
     assert [part.holder for part in offer.parts] == ["E2", "E1"]
-    assert core.state.image.held == 2, "those of s alone"
+    assert core.state.pools["image"].held == 2, "those of s alone"
 
 
 def test_another_request_with_the_same_image_encodes_it_then() -> None:
@@ -296,7 +296,7 @@ def test_a_helper_says_when_it_begins_and_when_its_cache_has_the_features() -> N
     ]
     table(core, rows)
     emptied(core)
-    assert core.state.cached_media(core.state.slots(work("x", "cat*4"))[0].keys)
+    assert core.state.cached_media(core.state.slots(work("x", "cat*4"))[0])
 
 
 def test_its_answers_say_who_it_is_and_in_which_life() -> None:
@@ -365,7 +365,7 @@ def test_a_helper_of_a_lost_asker_fills_its_cache_all_the_same() -> None:
     core.handle(PeerDown("E0"), 0.0)
     core.handle(done(1), 0.0)
     emptied(core)
-    assert core.state.cached_media(core.state.slots(work("x", "cat*4"))[0].keys)
+    assert core.state.cached_media(core.state.slots(work("x", "cat*4"))[0])
 
 
 def test_names_of_help_are_read_as_they_are_written() -> None:

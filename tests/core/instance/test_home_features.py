@@ -87,7 +87,7 @@ def test_features_come_home_by_a_lease_and_a_pull() -> None:
     assert after[0] == "EPD1: release EPD0:r~0+1/1 pulled"
     assert any("prefill r 0+9 last" in line for line in after)
     assert [each["outcome"] for each in core.state.requests["r"].transfers] == ["store"]
-    assert core.state.cached_media(slot.keys), "they are cached here from now on"
+    assert core.state.cached_media(slot), "they are cached here from now on"
     finish(core)
 
 

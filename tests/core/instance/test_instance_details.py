@@ -108,7 +108,7 @@ def test_every_cached_item_counts_in_the_need() -> None:
         core.handle(done(step), 0.0)
     core.handle(Release("E0:1", "pulled"), 0.0)
     core.handle(Release("E0:2", "pulled"), 0.0)
-    assert core.state.image.available == 3, "cat and dog are cached, one is free; owl is leased"
+    assert core.state.pools["image"].available == 3, "cat and dog are cached, one is free; owl is leased"
     table(core, [(Submit(work("r", "cat", "dog", "fox*8", 1)), [])])
     out = brief(core.handle(Release("E0:3", "pulled"), 0.0))
     assert out[0] == "step 4 joint: encode r.2 into 2,3"
@@ -119,12 +119,12 @@ def test_an_image_of_which_the_last_block_was_evicted_is_encoded_whole() -> None
     core.handle(Submit(work("a", "cat*8", 1)), 0.0)
     core.handle(done(1), 0.0)
     core.handle(Release("E0:1", "pulled"), 0.0)
-    core.state.image.hold((0,))
-    core.state.image.drop((0,))
+    core.state.pools["image"].hold((0,))
+    core.state.pools["image"].drop((0,))
     core.handle(Submit(work("b", "dog*12", 1)), 0.0)
     core.handle(done(2), 0.0)
     core.handle(Release("E0:2", "pulled"), 0.0)
-    assert core.state.image.match(core.state.slots(work("q", "cat*8"))[0].keys) == (0,)
+    assert core.state.pools["image"].match(core.state.slots(work("q", "cat*8"))[0].keys) == (0,)
     assert brief(core.handle(Submit(work("c", "cat*8", 1)), 0.0))[0].startswith("step 3 joint: encode c.0 into ")
 
 
@@ -134,12 +134,12 @@ def test_an_image_of_which_the_target_has_a_part_is_pulled_whole() -> None:
     core.handle(Ready("E0:1", (0,)), 0.0)
     core.handle(Pulled("E0:1", 0), 0.0)
     core.handle(Cancel("a"), 0.0)
-    core.state.image.hold((0,))
-    core.state.image.drop((0,))
+    core.state.pools["image"].hold((0,))
+    core.state.pools["image"].drop((0,))
     core.handle(image_offer("E0:2", work("b", "dog*12", 1), (1, 2, 3)), 0.0)
     core.handle(Cancel("b"), 0.0)
     core.handle(image_offer("E0:3", work("c", "cat*8", 1), (5, 6)), 0.0)
-    assert core.state.image.held == 2
+    assert core.state.pools["image"].held == 2
     assert brief(core.handle(Ready("E0:3", (0,)), 0.0))[0].startswith("pull E0:3.0 image of c from E0 5,6 into ")
 
 

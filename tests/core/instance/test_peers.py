@@ -54,11 +54,11 @@ def test_the_first_instance_need_not_say_that_it_has_the_request() -> None:
 def test_a_lease_of_a_lost_target_is_taken_back() -> None:
     core = make_core("E0", peers="P0 P1")
     offered_by(core)
-    assert core.state.image.held == 1
+    assert core.state.pools["image"].held == 1
     assert brief(core.handle(PeerDown("P0"), 1.5))[0].startswith("P1: offer E0:2")
-    assert core.state.image.held == 1
+    assert core.state.pools["image"].held == 1
     assert core.handle(PeerDown("P1"), 2.0) == [Send("frontend", Gone("r", 0, "E0", "P1", 3))]
-    assert core.state.image.held == 0
+    assert core.state.pools["image"].held == 0
     core.handle(peer_up("P1"), 2.5)
     core.handle(Forget("r"), 3.0)
     emptied(core)
@@ -119,7 +119,7 @@ def test_blocks_of_a_lost_source_are_not_waited_for(ready: bool) -> None:
     commands = core.handle(PeerDown("E0"), 1.0)
     if ready:  # its destination is in quarantine until the pull has ended
         assert not sent(commands, Finished)
-        assert core.state.image.held == 1
+        assert core.state.pools["image"].held == 1
         commands = core.handle(Pulled("E0:1", 0), 2.0)
     (finished,) = sent(commands, Finished)
     assert finished.failure is not None

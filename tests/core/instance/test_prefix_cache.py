@@ -147,7 +147,7 @@ def test_images_that_cached_kv_covers_are_not_encoded() -> None:
     served(core, "a", sizes=("cat", 5))
     expected = ["open b kv 0,1,2 images [] cached 8", "step 3 joint: prefill b 8+2 last"]
     table(core, [(Submit(work("b", "cat", 6)), expected)])
-    assert core.state.image.held == 0
+    assert core.state.pools["image"].held == 0
 
 
 def test_a_second_image_behind_the_cached_prefix_needs_both() -> None:

@@ -20,7 +20,7 @@ def sharing(**settings: object) -> InstanceCore:
         (done(1), ["open x kv 0,1 images [0]", "step 2 joint: encode a.0 into 1, prefill x 0+5 last"]),
     ]
     table(core, rows)
-    assert core.state.image.references(1) == 2
+    assert core.state.pools["image"].references(1) == 2
     return core
 
 
@@ -48,8 +48,8 @@ def test_one_image_of_two_requests_is_encoded_once(cache: bool) -> None:
         ),
     ]
     table(core, rows)
-    assert core.state.image.held == 0
-    assert bool(core.state.image.match(core.state.slots(work("q", "cat"))[0].keys)) is cache
+    assert core.state.pools["image"].held == 0
+    assert bool(core.state.pools["image"].match(core.state.slots(work("q", "cat"))[0].keys)) is cache
 
 
 def test_the_others_encode_their_own_inputs_when_the_owners_fail() -> None:
@@ -60,7 +60,7 @@ def test_the_others_encode_their_own_inputs_when_the_owners_fail() -> None:
     step = out[-1]
     assert isinstance(step, Step)
     assert step.encodes[0].inputs == "of b"
-    assert core.state.image.references(1) == 1
+    assert core.state.pools["image"].references(1) == 1
     assert brief(core.handle(done(3, x=2), 0.0))[1] == "open b kv 2,3,4 images [1]"
 
 
@@ -69,7 +69,7 @@ def test_an_entry_whose_every_owner_failed_is_gone() -> None:
     core.handle(Cancel("b"), 0.0)
     core.handle(broken(2, "a", x=1), 0.0)
     assert core.state.pending == {}
-    assert core.state.image.held == 0
+    assert core.state.pools["image"].held == 0
 
 
 def test_a_cancelled_owner_in_a_step_leaves_its_image_to_the_others() -> None:
@@ -87,7 +87,7 @@ def test_a_cancelled_owner_in_a_step_leaves_its_image_to_the_others() -> None:
         ),
     ]
     table(core, rows)
-    assert core.state.image.references(1) == 1
+    assert core.state.pools["image"].references(1) == 1
 
 
 def test_a_cancelled_owner_that_waits_passes_its_image_to_the_next() -> None:
@@ -136,7 +136,7 @@ def test_one_image_twice_in_a_request_is_encoded_once() -> None:
         (done(1), ["P0: offer E0:1 image of r [0][0] by way of E0", "P0: ready E0:1 0,1", "P0: commit E0:1"]),
     ]
     table(core, rows)
-    assert core.state.image.references(0) == 2, "one of each part of the lease"
+    assert core.state.pools["image"].references(0) == 2, "one of each part of the lease"
     table(core, [(Release("E0:1", "pulled"), []), (Forget("r"), [])])
     emptied(core)
 
@@ -178,8 +178,8 @@ def test_an_image_of_which_a_block_was_evicted_is_encoded_whole() -> None:
     core.handle(Submit(work("b", "dog*12", 1)), 0.0)
     core.handle(done(2), 0.0)
     core.handle(Release("E0:2", "pulled"), 0.0)
-    assert core.state.image.evictions == 1
-    assert core.state.image.match(core.state.slots(work("q", "cat*8"))[0].keys) == ()
+    assert core.state.pools["image"].evictions == 1
+    assert core.state.pools["image"].match(core.state.slots(work("q", "cat*8"))[0].keys) == ()
     out = brief(core.handle(Submit(work("c", "cat*8", 1)), 0.0))
     assert out[0].startswith("step 3 joint: encode c.0 into ")
 

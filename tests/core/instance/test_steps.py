@@ -21,7 +21,7 @@ def test_an_image_is_encoded_then_prefilled_then_decoded_then_everything_is_give
     ]
     table(core, rows)
     emptied(core)
-    assert core.state.image.available == 8
+    assert core.state.pools["image"].available == 8
     assert core.state.kv.available == 16
 
 

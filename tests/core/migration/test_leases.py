@@ -66,14 +66,14 @@ def test_a_lease_that_nobody_renews_runs_out_and_ends_its_request() -> None:
     core = leased()
     assert core.next_timer() == 11.0
     assert core.handle(Tick(), 10.9) == []
-    assert core.state.image.held == 1
+    assert core.state.pools["image"].held == 1
     commands = core.handle(Tick(), 11.0)
     assert brief(commands) == [
         "P0: withdraw E0:1 MigrationError",
         "frontend: finished r error 0 by way of E0 P0 MigrationError",
     ]
     assert failures(commands) == [("MigrationError", "LeaseExpired", "E0 P0")]
-    assert core.state.image.held == 0
+    assert core.state.pools["image"].held == 0
     assert core.next_timer() is None
     table(core, [(Release("E0:1", "pulled"), []), (Forget("r"), [])], 12.0)
     emptied(core)
@@ -151,7 +151,7 @@ def test_content_that_others_read_too_keeps_its_generation() -> None:
     assert {lease.target for lease in core.state.outgoing.values()} == {"P0", "P1"}
     core.handle(PeerLoad("P1"), 9.0)
     core.handle(Tick(), 11.0)
-    assert core.state.image.references(0) == 1
+    assert core.state.pools["image"].references(0) == 1
     commands = core.handle(Submit(work("t", 1, "dog*4")), 12.0)
     assert not [each for each in commands if isinstance(each, Revoke)], "there was another free block"
     core.handle(Release("E0:2", "pulled"), 13.0)

@@ -21,11 +21,11 @@ def test_an_encode_instance_offers_all_and_commits_when_one_step_encoded_all() -
     table(core, rows)
     assert not core.state.requests
     assert not core.idle(), "the lease is still out"
-    assert core.state.image.held == 3
+    assert core.state.pools["image"].held == 3
     assert core.state.tombstones == {"r": Tombstone("P0", 0, 1, "frontend")}
     table(core, [(Release("E0:1", "pulled"), [])])
     assert core.idle()
-    assert core.state.image.held == 0
+    assert core.state.pools["image"].held == 0
     table(core, [(Forget("r"), [])])
     emptied(core)
 
@@ -57,7 +57,7 @@ def test_media_that_are_cached_are_offered_without_a_step() -> None:
     core.handle(done(1), 0.0)
     expected = ["P1: offer E0:2 image of b [1,2][0] by way of E0", "P1: ready E0:2 0,1", "P1: commit E0:2"]
     table(core, [(Submit(work("b", "dog*6", "cat", 1)), expected), (Release("E0:1", "pulled"), [])])
-    assert core.state.image.held == 3, "one image offered to two instances has two leases"
+    assert core.state.pools["image"].held == 3, "one image offered to two instances has two leases"
     table(core, [(Release("E0:2", "cached"), []), (Forget("a"), []), (Forget("b"), [])])
     emptied(core)
 
@@ -86,7 +86,7 @@ def test_a_prefill_instance_pulls_each_item_as_it_is_ready() -> None:
         ),
     ]
     table(core, rows)
-    assert core.state.image.held == 0, "features are given back after prefill"
+    assert core.state.pools["image"].held == 0, "features are given back after prefill"
     assert core.state.kv.held == 3, "the lease"
     table(core, [(Release("P0:1", "pulled"), []), (Forget("r"), [])])
     emptied(core)
@@ -206,7 +206,7 @@ def test_features_that_the_target_has_cached_do_not_move() -> None:
         ),
     ]
     table(core, rows)
-    assert core.state.image.references(0) == 4
+    assert core.state.pools["image"].references(0) == 4
 
 
 def test_the_report_says_what_did_not_move() -> None:

@@ -72,7 +72,7 @@ def test_an_image_that_another_instance_has_is_offered_at_once_and_nothing_is_re
     (offer,) = sent(commands, Offer)
     assert offer.parts == (Part((), "P1"),)
     assert brief(commands)[1:] == ["P0: ready E0:1 0", "P0: commit E0:1"]
-    assert core.state.image.held == 0
+    assert core.state.pools["image"].held == 0
     core.handle(Release("E0:1", "pulled"), 2.0)
     core.handle(Forget("r"), 2.0)
     emptied(core)
@@ -179,7 +179,7 @@ def test_a_holder_leases_what_it_has_until_release() -> None:
     core = holder()
     commands = core.handle(Fetch("E0:7/0", "P0", IMAGE, CAT), 1.0)
     assert commands == [Send("P0", Fetched("E0:7/0", "P1", (0,), 0))]
-    assert core.state.image.held == 1
+    assert core.state.pools["image"].held == 1
     assert not core.idle()
     core.handle(Release("E0:7/0", "pulled"), 2.0)
     emptied(core)
@@ -242,10 +242,10 @@ def test_where_the_target_has_them_itself_nothing_moves() -> None:
 
 def test_what_has_gone_is_given_back_before_anybody_encodes() -> None:
     core = target()
-    assert core.state.image.held == 1
+    assert core.state.pools["image"].held == 1
     commands = core.handle(Fetched("E0:1/0", "P1"), 1.0)
     assert gave_up(commands)
-    assert core.state.image.held == 0
+    assert core.state.pools["image"].held == 0
     table(core, [(Cancel("r"), ["E0: cancel r"]), (Forget("r"), [])])
     emptied(core)
 

@@ -34,6 +34,7 @@ from trinity.core.frontend.suspicion import Life
 from trinity.core.messages import KV, Failure, Move, Moved, NotMoved, PeerUp, Send, Value
 from trinity.core.routing.router import Router
 from trinity.core.routing.stage_peers import needs
+from trinity.stage_kinds import DECODE, roles_of
 
 JUDGE_AGAIN_S = 0.05  # between two looks at those that are left
 MOST_AT_ONCE = 4  # moves from one instance: their pulls share its memory and its wire
@@ -135,7 +136,7 @@ class DecodeMoves:
             if place is None or place.name not in self._router.leaving or entry.finished or entry.aborted:
                 continue
             peer = self._router.peers[place.name]
-            if peer.epoch == place.epoch and "D" in peer.roles and entry.delivered > entry.base:
+            if peer.epoch == place.epoch and roles_of(peer.roles).decodes and entry.delivered > entry.base:
                 yield entry
 
     def _judge(self, entry: FrontendRequest, now: float) -> Ask | None:
@@ -153,7 +154,7 @@ class DecodeMoves:
     def _list_targets(self, entry: FrontendRequest) -> Iterator[PeerUp]:
         """List the instances that go on serving and have room, by their last report and what is on the way."""
         avoided = self._router.leaving | self._router.suspects
-        for peer in self._router.fitting("D", entry.work):
+        for peer in self._router.fitting(DECODE.letter, entry.work):
             if peer.name not in avoided and self._count_free(peer) >= _count_blocks(entry, peer):
                 yield peer
 
@@ -174,7 +175,7 @@ class DecodeMoves:
         source, load = self._router.loads.get(entry.place.name), self._router.loads.get(target.name)
         if source is None:
             return 0.0
-        token_s = max(source.predicted_s.get("D", 0.0), source.unit_s.get("D", 0.0))
+        token_s = max(known.get(DECODE.letter, 0.0) for known in (source.predicted_s, source.unit_s))
         pull_s = UNMEASURED_PULL_S
         if load is not None and load.pull_s is not None:
             blocks = blocks_for(len(entry.work.prompt) + entry.delivered, target.kv_block_size)
@@ -186,7 +187,7 @@ def _count_blocks(entry: FrontendRequest, target: PeerUp) -> int:
     """Count the KV blocks that a request takes at a target as it comes there."""
     if target.returns:
         return blocks_for(len(entry.work.prompt) + entry.delivered, target.kv_block_size)
-    return needs("D", entry.work, target.roles, target.image_block_size, target.kv_block_size)[KV]
+    return needs(DECODE.letter, entry.work, target.roles, target.image_block_size, target.kv_block_size)[KV]
 
 
 def _refused(reason: str, text: str) -> Failure:
@@ -196,7 +197,8 @@ def _refused(reason: str, text: str) -> Failure:
 def _find_instance_problem(router: Router, to: str) -> Failure | None:
     peer = router.peers.get(to)
     if peer is not None:
-        return None if "D" in peer.roles else _refused("no decode", f"instance {to} ({peer.roles}) has no stage D")
+        text = f"instance {to} ({peer.roles}) has no stage {DECODE.letter}"
+        return None if roles_of(peer.roles).decodes else _refused("no decode", text)
     if to in router.lost:
         return _refused("lost", f"instance {to} is not up just now")
     return _refused("unknown", f"there is no instance {to!r}; those up are {', '.join(sorted(router.peers))}")
@@ -211,7 +213,7 @@ def _find_problem(entry: FrontendRequest | None, router: Router, to: str) -> Fai
         return _refused("moving", f"the request is moving to {entry.moving} just now")
     if entry.hops[max(entry.hops)].name == to:
         return _refused("same", f"the request is at {to} already")
-    if not any(each.name == to for each in router.fitting("D", entry.work)):
+    if not any(each.name == to for each in router.fitting(DECODE.letter, entry.work)):
         return _refused("too large", f"the pools of {to} can never hold the request")
     return None
 

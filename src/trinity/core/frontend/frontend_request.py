@@ -16,6 +16,7 @@ from trinity.core.frontend.suspicion import Life, Suspicion
 from trinity.core.life_names import name_life
 from trinity.core.messages import FRONTEND, KV, NOWHERE, PREEMPTED, UNFIT, Failure, Finished, Moved, Sampled, Work
 from trinity.core.routing.router import Router
+from trinity.stage_kinds import roles_of
 
 ROUNDING_S = 1e-3  # of sums of pauses: one that is short of its wait by less has waited
 PAUSE_S, MOST_PAUSE_S = 0.05, 1.0  # before a request goes back to one that has not heard yet who is up
@@ -405,7 +406,7 @@ def may_be_prefilled(entry: FrontendRequest, finished: Finished, router: Router)
     if entry.delivered or "prefill" in finished.spans or why.get("kind") == KV:
         return True
     known = [router.peers.get(life.name) or router.lost.get(life.name) for life in entry.hops.values()]
-    return entry.lost is not None and any("P" in peer.roles for peer in known if peer is not None)
+    return entry.lost is not None and any(roles_of(peer.roles).prefills for peer in known if peer is not None)
 
 
 def whom_to_cancel(entry: FrontendRequest, router: Router) -> list[str]:

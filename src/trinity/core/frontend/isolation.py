@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from trinity.core.frontend.frontend_request import FrontendRequest
-from trinity.core.frontend.refusals import path_of
 from trinity.core.frontend.suspicion import Life
 from trinity.core.messages import PeerEmpty, PeerReserved, PeerUp, Send, Value, Work
 from trinity.core.routing.router import Router
+from trinity.stage_kinds import DECODE, PREFILL, path_of
 
 AWAY_S = 10.0  # for an instance that is away, before one that others are at is emptied for it
 EMPTY_POLL_S = 0.1  # between two looks at whether an instance has become empty
@@ -22,7 +22,7 @@ EMPTY_POLL_S = 0.1  # between two looks at whether an instance has become empty
 def stages_of(work: Work) -> str:
     """Letters of the stages that a request may come to: its prefill looks for a D even where one token is left."""
     path = path_of(work)
-    return path + "D" if path.endswith("P") and work.max_tokens > 1 else path
+    return path + DECODE.letter if path.endswith(PREFILL.letter) and work.max_tokens > 1 else path
 
 
 class Isolation:

@@ -7,13 +7,7 @@ from collections.abc import Mapping
 from trinity.core.messages import Failure, Work
 from trinity.core.routing.router import Router
 from trinity.core.routing.stage_peers import needs
-
-
-def path_of(work: Work) -> str:
-    """Letters of the stages that a request needs, or still needs."""
-    if work.encode_only:
-        return "E"
-    return ("E" if work.media else "") + ("PD" if work.max_tokens - work.outputs > 1 else "P")
+from trinity.stage_kinds import encoders, encoders_of, path_of
 
 
 def find_malformed(work: Work, router: Router, known: bool) -> Failure | None:
@@ -21,10 +15,14 @@ def find_malformed(work: Work, router: Router, known: bool) -> Failure | None:
     if known:  # its reader may be gone, but steps in flight still end
         text = f"a request {work.request!r} is still being served or ended; wait, or use another request_id"
         return Failure("RequestError", text)
-    if work.encode_only and not (work.media and router.known("E")):
-        return Failure(
-            "RequestError", "the features of a request need at least one item of media, and an instance with stage E"
-        )
+    several = encoders_of(work)
+    if len(several) > 1:
+        text = f"its media need the stages {' and '.join(several)}, and a request has one that encodes: send them apart"
+        return Failure("RequestError", text)
+    if work.encode_only and not (work.media and router.known(several)):
+        letter = several or encoders()[0].letter
+        text = f"the features of a request need at least one item of media, and an instance with stage {letter}"
+        return Failure("RequestError", text)
     if not work.encode_only and (not work.prompt or work.max_tokens < 1):
         text = f"a prompt of {len(work.prompt)} tokens and an output of {work.max_tokens}; both need at least one"
         return Failure("RequestError", text)

@@ -16,6 +16,7 @@ from msgspec.structs import replace
 
 from trinity.core.messages import KV, PeerUp, Work
 from trinity.core.routing.router import Router
+from trinity.stage_kinds import PREFILL, encoder_of
 
 LEAST_SHARE = 0.5  # of the text that must be cached there: for less, the choice among all instances is worth more
 
@@ -37,12 +38,12 @@ def find_cached(router: Router, work: Work, tokens: Sequence[int], last: Prefill
     another one said is lost, as may not have been heard here yet.
     """
     text = (*work.prompt, *tokens)
-    peers = [peer for peer in router.trusted(router.fitting("P", work)) if peer.name != but]
+    peers = [peer for peer in router.trusted(router.fitting(PREFILL.letter, work)) if peer.name != but]
     found = [(_cached(router, peer, work, text, last), peer) for peer in peers]
     cached, best = max(found, key=lambda each: each[0], default=(0, None))
     if best is None or cached < LEAST_SHARE * len(text) or not _has_media(router, best, work, cached):
         return None
-    router.count(best.name, "P", len(text) - cached)
+    router.count(best.name, PREFILL.letter, len(text) - cached)
     return best.name
 
 
@@ -61,7 +62,7 @@ def name_holder(
     if best == first or held <= own:
         return work, first
     if first is None and all(span.end <= held for span in work.media):
-        first = router.choose("P", work)
+        first = router.choose(PREFILL.letter, work)
     return replace(work, holder=best, held=held), first
 
 
@@ -80,4 +81,6 @@ def _cached(router: Router, peer: PeerUp, work: Work, text: Sequence[int], last:
 
 
 def _has_media(router: Router, peer: PeerUp, work: Work, cached: int) -> bool:
-    return "E" in peer.roles or all(span.end <= cached for span in work.media) or router.has_media(peer, work)
+    return (
+        encoder_of(work) in peer.roles or all(span.end <= cached for span in work.media) or router.has_media(peer, work)
+    )

@@ -8,6 +8,7 @@ from math import inf
 from typing import NamedTuple
 
 from trinity.core.failure_policy import FailurePolicy
+from trinity.stage_kinds import DECODE, PREFILL, order_letters, roles_of
 
 PASSED_TOKENS = 8  # more than its reader had: past what the lost instance was at, which may have been ahead of that
 NEWS_S = 1.0  # in which the end of an instance is heard, unless that is frozen: its channel ends
@@ -36,7 +37,7 @@ class Death(NamedTuple):
     @property
     def stages(self) -> str:
         """Letters of the stages in whose step it may have been: a prefill that goes on with tokens does a decode's."""
-        return self.roles + ("D" if self.tokens and "P" in self.roles and "D" not in self.roles else "")
+        return self.roles + (DECODE.letter if self.tokens and roles_of(self.roles).hands_kv_on else "")
 
 
 @dataclass(slots=True)
@@ -71,8 +72,8 @@ class Suspicion:
         One that has tokens goes on from a decode at a prefill, which samples the next of them.
         """
         roles = {letter for death in self.last_row for letter in death.roles}
-        roles |= {"P"} if "D" in roles and delivered else set()
-        return "".join(letter for letter in "EPD" if letter in roles)
+        roles |= {PREFILL.letter} if DECODE.letter in roles and delivered else set()
+        return order_letters(roles)
 
     def has_passed(self, delivered: int) -> bool:
         """True for one that has got through what it was suspected in: its first token shows that of E and P.
@@ -80,7 +81,7 @@ class Suspicion:
         That it has been handed on shows nothing: blocks move ahead of the end of the step that fills them.
         """
         stages = self.stages(delivered)
-        return not stages or delivered - self.deaths[-1].tokens >= (PASSED_TOKENS if "D" in stages else 1)
+        return not stages or delivered - self.deaths[-1].tokens >= (PASSED_TOKENS if DECODE.letter in stages else 1)
 
     @property
     def last_row(self) -> tuple[Death, ...]:

@@ -8,7 +8,7 @@ from itertools import chain
 
 from trinity.core.instance.arrival import pass_to_encode
 from trinity.core.instance.helpers import call_off, is_near
-from trinity.core.instance.lanes import LANE_STAGES, count_in_flight, outstanding
+from trinity.core.instance.lanes import LANE_PARTS, count_in_flight, outstanding
 from trinity.core.instance.leading_text import find_leading_chunk
 from trinity.core.instance.lifecycle import end, release
 from trinity.core.instance.phases import Phase
@@ -16,7 +16,7 @@ from trinity.core.instance.preemption import hold_features, recompute
 from trinity.core.instance.request_state import RequestState
 from trinity.core.instance.reservation import blocks_to_reserve, decode_headroom, has_state_room, hold_state
 from trinity.core.instance.state import State
-from trinity.core.messages import IMAGE, KV, PREEMPTED, Open
+from trinity.core.messages import KV, PREEMPTED, Open
 from trinity.core.migration.kv_target import cached_record
 from trinity.core.migration.target import ask_for_media
 from trinity.core.scheduler import Batch, EncodeView, PrefillView, View
@@ -31,7 +31,7 @@ class Candidates:
         self.hits: dict[str, tuple[int, ...]] = {}
         self.pins: list[tuple[str, str, tuple[int, ...]]] = []
         self.uncovered: list[RequestState] = []
-        language, vision = "P" in LANE_STAGES[lane], "E" in LANE_STAGES[lane]
+        language, vision = "language" in LANE_PARTS[lane], "vision" in LANE_PARTS[lane]
         self.view = View(
             decoding=decodes,
             prefilling=self._prefilling() if language else (),
@@ -39,7 +39,7 @@ class Candidates:
             new_prefills=self._new_prefills() if language else (),
             new_encodes=self._new_encodes() if vision else (),
             free_kv=self._free_kv() if language else 0,
-            free_media=s.image.available if IMAGE in s.pools and not s.image_offers else 0,
+            free_media=self._free_media(),
             outstanding=outstanding(s.lanes, lane),
         )
         if language and s.leading:
@@ -63,6 +63,11 @@ class Candidates:
         if KV not in s.pools or (s.kv_offers and not s.preempted):
             return 0
         return max(0, s.kv.available - decode_headroom(s))
+
+    def _free_media(self) -> dict[str, int]:
+        """Free blocks for features, by kind; none while an offer of features waits."""
+        s = self.s
+        return {} if s.image_offers else {kind: s.pools[kind].available for kind in s.does.features & s.pools.keys()}
 
     def _unpin(self, pins: list[tuple[str, str, tuple[int, ...]]]) -> None:
         for _, kind, blocks in pins:
@@ -99,16 +104,16 @@ class Candidates:
         s = self.s
         for request in s.encode_queue:
             items: list[tuple[int, int]] = []
-            need = 0
+            need: dict[str, int] = {}
             for item, slot in enumerate(s.requests[request].media):
                 if slot.holder:
                     continue
-                hits = s.cached_media(slot.keys)
+                hits = s.cached_media(slot)
                 if hits:
-                    need += self._pin(request, IMAGE, hits, 0)
+                    need[slot.kind] = need.get(slot.kind, 0) + self._pin(request, slot.kind, hits, 0)
                 elif slot.span.content not in s.pending:
                     items += [(item, slot.span.tokens)] if not slot.helper else []
-                    need += len(slot.keys)
+                    need[slot.kind] = need.get(slot.kind, 0) + len(slot.keys)
             yield EncodeView(request, _by_image(s.requests[request], items), need)
 
     def _pin(self, request: str, kind: str, hits: tuple[int, ...], new: int) -> int:
@@ -135,7 +140,7 @@ def next_decodes(s: State) -> tuple[str, ...]:
         return rows  # most steps
     flying = count_in_flight(s.lanes)
     found = [each for each, state in s.decoding.items() if state.outputs + flying[each] < state.max_tokens]
-    if "D" in s.settings.roles:
+    if s.does.decodes:
         found += [request for request, state in s.prefilling.items() if _decodes_next(state)]
     return tuple(found)
 
@@ -181,13 +186,13 @@ def _admit_encode(s: State, request: str, now: float) -> RequestState:
     """Reserve the image blocks of all items: hold cached ones, share those being encoded, allocate the rest."""
     state = s.requests[request]
     for item, slot in enumerate(state.media):
-        hits = s.cached_media(slot.keys)
+        hits = s.cached_media(slot)
         if slot.holder:
             continue
         if slot.helper and is_near(s, state, slot):
             call_off(s, state, item)
         if hits:
-            s.image.hold(hits)
+            s.pools[slot.kind].hold(hits)
             slot.hold(hits, ready=True)
         else:
             s.await_media(slot, (request, item))
@@ -234,7 +239,7 @@ def _back_to_media(s: State, state: RequestState, now: float) -> None:
         if not hold_features(s, state):
             end(s, state, now, PREEMPTED)
         return
-    if "E" not in s.settings.roles:
+    if not s.encodes(state.work):
         pass_to_encode(s, state, now)
         return
     s.move(state, Phase.IMAGE_QUEUE, now)

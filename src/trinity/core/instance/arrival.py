@@ -11,12 +11,13 @@ from trinity.core.instance.lifecycle import end, queue_prefill
 from trinity.core.instance.phases import Phase
 from trinity.core.instance.request_state import RequestState
 from trinity.core.instance.state import State, failure
-from trinity.core.messages import IMAGE, WORK, Failure, Submit, Work
+from trinity.core.messages import WORK, Failure, Submit, Work
 from trinity.core.migration.prefix_fetch import begin_fetch
 from trinity.core.migration.remote_features import skip_cached_remotely
 from trinity.core.migration.source import offer_found
 from trinity.core.routing.router import BadChoice
 from trinity.core.routing.stage_peers import needs
+from trinity.stage_kinds import PREFILL, encoder_of
 
 
 def handle_submit(s: State, event: Submit, now: float) -> None:
@@ -44,7 +45,7 @@ def handle_submit(s: State, event: Submit, now: float) -> None:
         leave_to_helpers(s, state, event.helpers)
         call_off_all(s, state)
         queue_prefill(s, state, now)
-    elif "E" in s.settings.roles:
+    elif s.encodes(work):
         _queue_encode(s, state, event.helpers, now)
     elif hold_cached(s, state):
         queue_prefill(s, state, now)
@@ -55,7 +56,7 @@ def handle_submit(s: State, event: Submit, now: float) -> None:
 def _needs_no_media(s: State, state: RequestState, now: float) -> bool:
     """True where it has none, or cached KV covers them, or is to that is fetched: if it does not, it goes back."""
     fetched = begin_fetch(s, state, now)
-    return not state.work.media or ("P" in s.settings.roles and state.cover(fetched or not s.needs_media(state)))
+    return not state.work.media or (s.does.prefills and state.cover(fetched or not s.needs_media(state)))
 
 
 def _queue_encode(s: State, state: RequestState, helpers: tuple[str, ...], now: float) -> None:
@@ -69,8 +70,8 @@ def _queue_encode(s: State, state: RequestState, helpers: tuple[str, ...], now: 
 
 
 def _problem(s: State, work: Work) -> Failure | None:
-    roles = s.settings.roles
-    letter = "E" if work.media and ("E" in roles or "P" not in roles or work.encode_only) else "P"
+    roles, own = s.settings.roles, encoder_of(work)
+    letter = own if own and (own in roles or not s.does.prefills or work.encode_only) else PREFILL.letter
     if letter not in roles:
         return failure("StageError", f"instance {s.settings.name} ({roles}) has no stage {letter}", stage=letter)
     need = needs(letter, work, roles, s.settings.image_block_size, s.settings.kv_block_size)
@@ -84,30 +85,31 @@ def _problem(s: State, work: Work) -> Failure | None:
 
 def hold_cached(s: State, state: RequestState) -> bool:
     """Hold the features of all its media, if all are in the encoder cache here. No block is allocated."""
-    found = [s.cached_media(slot.keys) for slot in state.media]
+    found = [s.cached_media(slot) for slot in state.media]
     if not all(found):
         return False
     for slot, blocks in zip(state.media, found, strict=True):
-        s.image.hold(blocks)
+        s.pools[slot.kind].hold(blocks)
         slot.hold(blocks, ready=True)
-        state.record(_at_home(s.settings.name))
+        state.record(_at_home(slot.kind, s.settings.name))
     return True
 
 
-def _at_home(name: str) -> dict[str, object]:
+def _at_home(kind: str, name: str) -> dict[str, object]:
     nothing = {"bytes": 0, "blocks": 0, "seconds": 0.0}
-    return {"kind": IMAGE, "source": name, "target": name, "outcome": "cached", **nothing}
+    return {"kind": kind, "source": name, "target": name, "outcome": "cached", **nothing}
 
 
 def pass_to_encode(s: State, state: RequestState, now: float) -> None:
     """Pass it on to an encode instance: the features it came for were evicted. It holds nothing here."""
+    letter = encoder_of(state.work)
     try:
-        target = s.router.choose("E", state.work)
+        target = s.router.choose(letter, state.work)
     except BadChoice as problem:
-        end(s, state, now, "error", failure("StageError", str(problem), stage="E"))
+        end(s, state, now, "error", failure("StageError", str(problem), stage=letter))
         return
     if target is None:
-        end(s, state, now, "error", nowhere(s, "E"))
+        end(s, state, now, "error", nowhere(s, letter))
         return
     pass_on(s, state, target, now)
 

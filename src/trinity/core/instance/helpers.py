@@ -14,7 +14,7 @@ from trinity.core.instance.peer_questions import HomeFetch
 from trinity.core.instance.request_state import MediaSlot, RequestState
 from trinity.core.instance.state import State
 from trinity.core.life_names import name_help, read_help
-from trinity.core.messages import ENCODED, IMAGE, Cancel, Fetch, Finished, Helped, Step
+from trinity.core.messages import ENCODED, Cancel, Fetch, Finished, Helped, Step
 
 # ---------------------------------------------------------------- the asker
 
@@ -31,7 +31,7 @@ def leave_to_helpers(s: State, state: RequestState, helpers: tuple[str, ...]) ->
 def is_near(s: State, state: RequestState, slot: MediaSlot) -> bool:
     """True where the features are cached here, or being encoded for another request."""
     pending = s.pending.get(slot.span.content)
-    return bool(s.cached_media(slot.keys)) or (pending is not None and pending.providers[0][0] != state.work.request)
+    return bool(s.cached_media(slot)) or (pending is not None and pending.providers[0][0] != state.work.request)
 
 
 def recall(s: State) -> bool:
@@ -79,7 +79,7 @@ def _ask_home(s: State, state: RequestState, item: int) -> None:
         if each.span.content == slot.span.content:
             each.bring(id)
     s.home_fetches[id] = HomeFetch(state.work.request, slot.helper)
-    s.send(slot.helper, Fetch(id, own.name, IMAGE, tuple(slot.keys), slot.span.tokens % own.image_block_size))
+    s.send(slot.helper, Fetch(id, own.name, slot.kind, tuple(slot.keys), slot.span.tokens % own.image_block_size))
 
 
 def forget_fetch(s: State, id: str) -> None:
@@ -144,12 +144,12 @@ def _take_answer(s: State, state: RequestState, place: tuple[int, MediaSlot], ev
         if known:
             slot.leave_to(event.helper, begun=True)
         return
-    home = event.said == "ready" and "P" in s.settings.roles
+    home = event.said == "ready" and s.does.prefills
     slot.leave_to(event.helper, kept=True) if home and known else slot.leave_to("")
     if event.said == "ready" and not home:
         s.await_no_more(slot, (state.work.request, item))
         if slot.blocks:
-            s.pools[IMAGE].drop(slot.blocks)
+            s.pools[slot.kind].drop(slot.blocks)
             slot.empty()
         slot.find_at(event.helper)
 

@@ -12,7 +12,7 @@ from trinity.core.instance.lifecycle import conclude_if_quiet
 from trinity.core.instance.request_state import RequestState
 from trinity.core.instance.state import State
 from trinity.core.instance.steps import settle_features, show_progress
-from trinity.core.messages import IMAGE, Fetched, Pull, Pulled, Release
+from trinity.core.messages import Fetched, Pull, Pulled, Release
 from trinity.core.migration import prefix_fetch, remote_features, target
 
 
@@ -30,9 +30,9 @@ def dispatch_fetched(s: State, event: Fetched, now: float) -> None:
         return
     asked.pulling = True
     offer, _, item = event.id.rpartition("/")
-    places = state.media[int(item)].blocks
-    told = (asked.request, event.blocks, places, event.generation)
-    s.pull(state, Pull(offer, int(item), event.holder, IMAGE, *told, tail=event.tail))
+    slot = state.media[int(item)]
+    told = (asked.request, event.blocks, slot.blocks, event.generation)
+    s.pull(state, Pull(offer, int(item), event.holder, slot.kind, *told, tail=event.tail))
 
 
 def dispatch_pulled(s: State, event: Pulled, now: float) -> None:

@@ -11,7 +11,7 @@ import msgspec
 from trinity.core.messages import Step
 from trinity.core.scheduler import NOTHING, Outstanding
 
-LANE_STAGES = {"joint": "EPD", "vision": "E", "language": "PD"}
+LANE_PARTS = {"joint": ("vision", "language"), "vision": ("vision",), "language": ("language",)}  # ``StageKind.part``
 
 
 class StepInFlight(msgspec.Struct):  # which makes one in less time than a dataclass

@@ -9,7 +9,6 @@ from trinity.core.instance.reservation import drop_state
 from trinity.core.instance.state import State
 from trinity.core.messages import (
     ENCODED,
-    IMAGE,
     KV,
     Cancel,
     Commit,
@@ -186,5 +185,5 @@ def drop_media(s: State, state: RequestState) -> None:
     for item, slot in enumerate(state.media):
         s.await_no_more(slot, (state.work.request, item))
         if slot.blocks:
-            s.pools[IMAGE].drop(slot.blocks)
+            s.pools[slot.kind].drop(slot.blocks)
             slot.empty()

@@ -7,24 +7,11 @@ import msgspec
 from trinity.core.instance.phases import Phase
 from trinity.core.instance.request_state import RequestState
 from trinity.core.instance.state import State
-from trinity.core.messages import IMAGE, PeerLoad
+from trinity.core.messages import PeerLoad
+from trinity.stage_kinds import DECODE, PREFILL, encoder_of, roles_of
 
-WAITING = {
-    Phase.IMAGE_QUEUE: "E",
-    Phase.ENCODING: "E",
-    Phase.COLLECTING: "E",
-    Phase.IMAGE_OFFER: "P",
-    Phase.COVERED: "P",
-    Phase.IMAGE_PULL: "P",
-    Phase.KV_QUEUE: "P",
-    Phase.MIGRATED_QUEUE: "P",
-    Phase.PREEMPTED_QUEUE: "P",
-    Phase.PREFILLING: "P",
-    Phase.KV_OFFER: "D",
-    Phase.KV_PULL: "D",
-    Phase.DECODING: "D",
-    Phase.MOVING: "D",
-}
+AT_ENCODER = frozenset({Phase.IMAGE_QUEUE, Phase.ENCODING, Phase.COLLECTING})
+AT_DECODE = frozenset({Phase.KV_OFFER, Phase.KV_PULL, Phase.DECODING, Phase.MOVING})
 
 
 def report(s: State, now: float) -> None:
@@ -75,9 +62,10 @@ def followers(s: State) -> list[str]:
     own, others = s.settings, [peer for peer in s.router.peers.values() if peer.name != s.settings.name]
     if s.router.informed:
         return [peer.name for peer in others]
-    if not (own.transfers.store and own.image_cache and IMAGE in s.pools):
+    if not (own.transfers.store and own.image_cache):
         return []
-    return [peer.name for peer in others if "E" in peer.roles and "P" not in peer.roles]
+    encoders = ((peer.name, roles_of(peer.roles)) for peer in others)
+    return [name for name, does in encoders if not does.prefills and does.encoded & s.pools.keys()]
 
 
 def load_of(s: State) -> PeerLoad:
@@ -108,15 +96,18 @@ def queued(s: State) -> dict[str, int]:
     """Count the work waiting or running at each stage: visual tokens (E), prompt positions (P), decode rows (D)."""
     counts = dict.fromkeys(s.settings.roles, 0)
     for state in s.requests.values():
-        letter = WAITING[state.phase]
-        if state.ending is None:
-            counts[letter] += _left(state, letter)
-            if letter == "E" and "P" in counts:
-                counts["P"] += state.prefill_end
+        if state.ending is not None:
+            continue
+        if state.phase in AT_DECODE:
+            counts[DECODE.letter] += 1
+        elif state.phase in AT_ENCODER:
+            counts[encoder_of(state.work)] += _left_to_encode(state)
+            if s.does.prefills:
+                counts[PREFILL.letter] += state.prefill_end
+        else:
+            counts[PREFILL.letter] += state.prefill_end - state.prefilled
     return counts
 
 
-def _left(state: RequestState, letter: str) -> int:
-    if letter == "E":
-        return sum(slot.span.tokens for slot in state.media if not slot.ready and not slot.helper)
-    return state.prefill_end - state.prefilled if letter == "P" else 1
+def _left_to_encode(state: RequestState) -> int:
+    return sum(slot.span.tokens for slot in state.media if not slot.ready and not slot.helper)

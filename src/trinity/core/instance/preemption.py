@@ -39,14 +39,14 @@ def preempt(s: State, state: RequestState, now: float) -> None:
 
 def recompute(s: State, state: RequestState, now: float) -> None:
     """Queue it for prefill if its features are here or not needed, else for the encoder, else send it back."""
-    if "P" not in s.settings.roles:
+    if not s.does.prefills:
         end(s, state, now, PREEMPTED)
         return
     state.cover(False)
     s.list_media(state)
     if all(slot.ready for slot in state.media) or state.cover(not s.needs_media(state)) or hold_features(s, state):
         queue_prefill(s, state, now)
-    elif "E" in s.settings.roles and state.incoming is None:
+    elif s.encodes(state.work) and state.incoming is None:
         s.move(state, Phase.IMAGE_QUEUE, now, ahead=True)
     else:  # its inputs are not here
         end(s, state, now, PREEMPTED)
@@ -54,12 +54,12 @@ def recompute(s: State, state: RequestState, now: float) -> None:
 
 def hold_features(s: State, state: RequestState) -> bool:
     """Hold the features of all its media, if all are in the encoder cache here."""
-    found = [s.cached_media(slot.keys) for slot in state.media]
+    found = [s.cached_media(slot) for slot in state.media]
     if not all(found):
         return False
     drop_media(s, state)
     for slot, blocks in zip(state.media, found, strict=True):
-        s.image.hold(blocks)
+        s.pools[slot.kind].hold(blocks)
         slot.hold(blocks, ready=True)
     return True
 

@@ -12,6 +12,7 @@ from trinity.core.instance.phases import Phase
 from trinity.core.instance.request_state import RequestState
 from trinity.core.instance.settings import Settings
 from trinity.core.messages import KV, Work
+from trinity.stage_kinds import roles_of
 
 SortKey = Callable[[str], Any]  # something that can be compared
 HeapEntry = tuple[Any, int, str]  # what is less comes first; of equal ones the first that came
@@ -126,7 +127,7 @@ class LeadingQueue:
 def _is_on(settings: Settings) -> bool:
     rules = settings.rules
     caches = settings.prefix_cache and KV in settings.pools
-    return rules.leading_text and rules.chunked and caches and "P" in settings.roles
+    return rules.leading_text and rules.chunked and caches and roles_of(settings.roles).prefills
 
 
 def leading_blocks(work: Work, block: int) -> int:

@@ -13,7 +13,6 @@ from trinity.core.block_pool import Key
 from trinity.core.instance.decode_batch import DecodeBatch
 from trinity.core.instance.phases import SPAN, Phase
 from trinity.core.messages import (
-    IMAGE,
     KV,
     STATE,
     Collect,
@@ -26,6 +25,7 @@ from trinity.core.messages import (
     Ready,
     Work,
 )
+from trinity.stage_kinds import features_of
 
 COPIED = "copied"  # end of what was offered to be cached alone
 UNTAKEN = "untaken"  # outcome of an offer whose target is not in touch with the owner
@@ -52,6 +52,11 @@ class MediaSlot:
     recalled: bool = False
     kept: bool = False
     fetch: str = ""
+
+    @property
+    def kind(self) -> str:
+        """Kind of its blocks."""
+        return features_of(self.span.kind)
 
     def hold(self, blocks: tuple[int, ...], *, ready: bool) -> None:
         """Take these blocks; ``ready``: they have the features already."""
@@ -210,7 +215,7 @@ class RequestState:
         """Continue from the state that its source sends at the end of a transfer of this kind of block."""
         self.stored_tokens = list(said.tokens)
         self.cached_tokens = said.cached_tokens if kind == KV else None
-        if said.tokens and kind == IMAGE:
+        if said.tokens and kind != KV:
             self.extend_prefill()
         self.transfers.extend(said.transfers)
         for name, seconds in said.spans.items():

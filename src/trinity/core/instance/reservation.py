@@ -7,13 +7,14 @@ from trinity.core.instance.request_state import RequestState
 from trinity.core.instance.state import State
 from trinity.core.messages import KV, STATE, Work
 from trinity.core.routing.stage_peers import kv_tokens
+from trinity.stage_kinds import roles_of
 
 EXTRA_BLOCKS = 1  # blocks beyond those of its text that a request is admitted with
 
 
 def blocks_to_reserve(s: State, state: RequestState, text: int) -> int:
     """Count the KV blocks to reserve for a request whose prefill needs ``text`` blocks here."""
-    if "D" not in s.settings.roles:
+    if not s.does.decodes:
         return text
     whole = blocks_for(kv_tokens(state.work, decodes=True), s.settings.kv_block_size)
     return min(whole, text + EXTRA_BLOCKS) if s.grows and not state.never_preempted else whole
@@ -24,10 +25,10 @@ def recomputable(s: State, work: Work) -> bool:
 
     Else its whole need is reserved and it is never preempted: sent back, it would wait for blocks that do not exist.
     """
-    if "P" in s.settings.roles:
+    if s.does.prefills:
         return True
     longest = len(work.prompt) + work.max_tokens - 1
-    there = (peer for peer in s.router.peers.values() if "P" in peer.roles)
+    there = (peer for peer in s.router.peers.values() if roles_of(peer.roles).prefills)
     return any(blocks_for(longest, peer.kv_block_size) <= peer.pools.get(KV, 0) for peer in there)
 
 

@@ -11,6 +11,7 @@ from trinity.core.transfers import TransferPolicy
 from trinity.core.values import STATE
 from trinity.errors import ConfigError, show
 from trinity.errors.arguments import Count, Whole
+from trinity.stage_kinds import roles_of
 
 Reservation = Literal["full", "optimistic"]
 RESERVATIONS: tuple[Reservation, ...] = get_args(Reservation)
@@ -48,7 +49,7 @@ class CoreOptions:
 
     def lanes_of(self, roles: str) -> tuple[str, ...]:
         """Return the lanes of an instance of these roles: with one kind of work there is nothing to run beside it."""
-        return self.lanes if "E" in roles and roles != "E" else JOINT
+        return self.lanes if roles_of(roles).has_two_parts else JOINT
 
     @property
     def steps_in_flight(self) -> int:

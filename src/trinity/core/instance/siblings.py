@@ -28,8 +28,9 @@ from trinity.core.instance.reservation import blocks_to_reserve, decode_headroom
 from trinity.core.instance.state import State
 from trinity.core.messages import KV, WORK, PeerUp, Said, Spare
 from trinity.core.routing.stage_peers import fitting
+from trinity.stage_kinds import PREFILL, encoder_of, roles_of, stage_of, taker_of
 
-SIBLINGS_OF = {WORK: "EP", KV: "D"}  # and the stages whose instances are siblings in it
+ABOUT = (WORK, KV)
 
 
 def handle_spare(s: State, event: Spare, now: float) -> None:
@@ -70,7 +71,7 @@ def is_free(s: State) -> bool:
 
 def share_work(s: State) -> None:
     """Tell siblings that this instance has nothing to do, or room, or that something waits here which they may have."""
-    for kind in SIBLINGS_OF:
+    for kind in ABOUT:
         words = s.siblings.about(kind)
         if has_room(s, max(1, words.refused)) if kind == KV else is_free(s):
             for peer in _siblings(s, kind):
@@ -98,7 +99,7 @@ def _find(s: State, peer: PeerUp, kind: str, room: int | None = None) -> Iterato
 def _siblings(s: State, kind: str) -> Iterator[PeerUp]:
     """List those that have a stage of this kind as this instance does, and are neither silent nor to end."""
     avoided = {s.settings.name} | s.router.suspects | s.router.leaving
-    letters = [each for each in SIBLINGS_OF[kind] if each in s.settings.roles]
+    letters = [each for each in s.settings.roles if (KV in stage_of(each).needs) is (kind == KV)]
     for peer in s.router.peers.values():
         if peer.name not in avoided and any(each in peer.roles for each in letters):
             yield peer
@@ -111,10 +112,12 @@ def _find_sibling(s: State, name: str, kind: str) -> PeerUp | None:
 
 def find_spare(s: State, peer: PeerUp) -> Iterator[RequestState]:
     """Find requests that wait here and that this sibling may have, in the order of their queues."""
-    for letter, queue in (("E", s.encode_queue), ("P", s.prefill_queue)):
-        for request in islice(queue, LOOKED_AT) if letter in peer.roles else ():
+    does = roles_of(peer.roles)
+    for encodes, queue in ((True, s.encode_queue), (False, s.prefill_queue)):
+        for request in islice(queue, LOOKED_AT) if (does.encodes if encodes else does.prefills) else ():
             state = s.requests[request]
-            if _may_go(s, state) and any(fitting(letter, state.work, (peer,))):
+            letter = encoder_of(state.work) if encodes else PREFILL.letter
+            if letter in peer.roles and _may_go(s, state) and any(fitting(letter, state.work, (peer,))):
                 yield state
     yield from find_features(s, peer)
 
@@ -131,8 +134,7 @@ def _may_go(s: State, state: RequestState) -> bool:
 def _has_no_features(s: State, state: RequestState) -> bool:
     """True where none of its items is cached, at a helper, or being encoded here for another request."""
     return not any(
-        slot.holder or slot.helper or slot.span.content in s.pending or s.cached_media(slot.keys)
-        for slot in state.media
+        slot.holder or slot.helper or slot.span.content in s.pending or s.cached_media(slot) for slot in state.media
     )
 
 
@@ -167,7 +169,7 @@ def free_blocks(s: State) -> int:
 
 def has_room(s: State, blocks: int) -> bool:
     """True where a decode of so many blocks would begin at once, and nothing is ahead of it or to come."""
-    if "D" not in s.settings.roles or s.reserved_as is not None or s.siblings.about(KV).awaits:
+    if not s.does.decodes or s.reserved_as is not None or s.siblings.about(KV).awaits:
         return False
     if s.kv_offers or s.preempted or s.paused or s.migrated_queue or s.prefill_queue:
         return False
@@ -187,16 +189,17 @@ def find_decodes(s: State, peer: PeerUp, room: int | None = None) -> Iterator[Re
     for request in islice(s.kv_offers, LOOKED_AT):
         state = s.requests[request]
         fits = room is None or count_need(s, state) <= room
-        if fits and _may_pass(state) and any(fitting("D", state.work, (peer,))) and not _has_text(s, state):
+        if fits and _may_pass(state) and any(fitting(taker_of(KV), state.work, (peer,))) and not _has_text(s, state):
             yield state
 
 
 def find_features(s: State, peer: PeerUp) -> Iterator[RequestState]:
     """Find offered features that this sibling may have, in order."""
-    for request in islice(s.image_offers, LOOKED_AT) if "P" in peer.roles else ():
+    for request in islice(s.image_offers, LOOKED_AT) if roles_of(peer.roles).prefills else ():
         state = s.requests[request]
-        known = state.led or s.in_step(request) or any(s.cached_media(slot.keys) for slot in state.media)
-        if _may_pass(state) and not known and any(fitting("P", state.work, (peer,))) and not _has_text(s, state):
+        known = state.led or s.in_step(request) or any(s.cached_media(slot) for slot in state.media)
+        fits = any(fitting(PREFILL.letter, state.work, (peer,)))
+        if _may_pass(state) and not known and fits and not _has_text(s, state):
             yield state
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import inf
 
 from trinity.core.block_pool import BlockPool, Key, blocks_for, media_keys, prefix_keys, uncut_blocks
@@ -26,7 +26,6 @@ from trinity.core.instance.request_state import (
 from trinity.core.instance.settings import Settings as Settings
 from trinity.core.messages import (
     FRONTEND,
-    IMAGE,
     KV,
     Close,
     Failure,
@@ -42,6 +41,7 @@ from trinity.core.messages import (
 )
 from trinity.core.routing.router import Router
 from trinity.core.transfers import PullTimes, TokenRate
+from trinity.stage_kinds import encoder_of, roles_of
 
 
 class State:
@@ -49,6 +49,7 @@ class State:
 
     def __init__(self, settings: Settings, router: Router) -> None:
         self.settings, self.router = settings, router
+        self.does = roles_of(settings.roles)
         self.pools = {kind: BlockPool(kind, size) for kind, size in settings.pools.items()}
         self.requests: dict[str, RequestState] = {}
         self.encode_queue = Queue(self._order(lambda state: sum(span.tokens for span in state.work.media)))
@@ -74,7 +75,7 @@ class State:
         self.outgoing: dict[str, Lease] = {}
         self.tombstones: dict[str, Tombstone] = {}
         # block tables grow as requests decode; without decode here none needs more than its prefill
-        self.grows = settings.reservation == "optimistic" and "D" in settings.roles
+        self.grows = settings.reservation == "optimistic" and self.does.decodes
         self.lanes: Flights = {lane: deque() for lane in settings.lanes}
         self.out: list[Value] = []
         self.steps = self.offers = self.preemptions = self.generation = 0
@@ -241,10 +242,6 @@ class State:
             del self._batches[state.phase][state.work.request]
 
     @property
-    def image(self) -> BlockPool:
-        return self.pools[IMAGE]
-
-    @property
     def kv(self) -> BlockPool:
         return self.pools[KV]
 
@@ -351,9 +348,9 @@ class State:
         """Share the blocks of features being encoded, or allocate them and be the first provider."""
         pending = self.pending.get(slot.span.content)
         if pending is None:
-            pending = self.pending[slot.span.content] = PendingMedia(self.allocate(IMAGE, len(slot.keys)), [])
+            pending = self.pending[slot.span.content] = PendingMedia(self.allocate(slot.kind, len(slot.keys)), [])
         else:
-            self.image.hold(pending.blocks)
+            self.pools[slot.kind].hold(pending.blocks)
         slot.hold(pending.blocks, ready=False)
         pending.providers.append(provider)
 
@@ -365,10 +362,18 @@ class State:
             if not pending.providers:
                 del self.pending[slot.span.content]
 
-    def cached_media(self, keys: list[Key]) -> tuple[int, ...]:
+    def cached_media(self, slot: MediaSlot) -> tuple[int, ...]:
         """Encoder-cache blocks of a media item; none unless all of them are here."""
-        hits = self.image.match(keys) if self.settings.image_cache else ()
+        return self.cached_features(slot.kind, slot.keys)
+
+    def cached_features(self, kind: str, keys: Sequence[Key]) -> tuple[int, ...]:
+        """Encoder-cache blocks of this kind with these keys; none unless all of them are here."""
+        hits = self.pools[kind].match(keys) if self.settings.image_cache else ()
         return hits if len(hits) == len(keys) else ()
+
+    def encodes(self, work: Work) -> bool:
+        """True where this instance has the stage that encodes a request's media."""
+        return bool(work.media) and encoder_of(work) in self.settings.roles
 
     def prefix_keys(self, state: RequestState) -> list[Key]:
         """Prefix-cache keys of the full blocks to prefill, computed once per request and instance."""

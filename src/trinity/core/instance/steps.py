@@ -5,7 +5,7 @@ from __future__ import annotations
 from trinity.core.instance.admission import Candidates, next_decodes, own_items
 from trinity.core.instance.collection import collect_features
 from trinity.core.instance.helpers import ask_home, recall, tell_begun
-from trinity.core.instance.lanes import LANE_STAGES, StepInFlight
+from trinity.core.instance.lanes import LANE_PARTS, StepInFlight
 from trinity.core.instance.leading_text import begin_leading, finish_leading
 from trinity.core.instance.lifecycle import conclude_if_quiet, drop_media, end, queue_prefill
 from trinity.core.instance.preemption import grow_tables
@@ -51,7 +51,7 @@ def _fill(s: State, lane: str, now: float) -> bool:
     """Start the lane's next step. True where a change may let more requests be admitted."""
     preempted = s.preemptions
     rows: tuple[str, ...] = ()
-    if "D" in LANE_STAGES[lane]:
+    if "language" in LANE_PARTS[lane]:
         rows = tuple(s.decoding) if s.settings.steps_in_flight == 1 else next_decodes(s)
         if s.grows:
             rows = grow_tables(s, rows, now)
@@ -158,7 +158,7 @@ def settle_features(s: State, slot: MediaSlot) -> dict[str, list[int]]:
         s.requests[request].media[item].fill()
     if s.settings.image_cache:
         for block, key in zip(slot.blocks, slot.keys, strict=True):
-            s.image.publish(block, key)
+            s.pools[slot.kind].publish(block, key)
     return found
 
 
@@ -175,7 +175,7 @@ def show_progress(s: State, state: RequestState, now: float, items: tuple[int, .
     elif state.work.encode_only:
         if all(slot.ready for slot in state.media):
             collect_features(s, state, now)
-    elif "P" not in s.settings.roles:
+    elif not s.does.prefills:
         if state.outgoing is not None:
             announce(s, state, items)
         if may_offer(s, state):
@@ -191,7 +191,7 @@ def _announce_media(s: State, step: Step, now: float) -> None:
             state = s.requests.get(request)
             if state is None or state.ending is not None:  # it found no prefill instance for the same image before
                 continue
-            offers = "P" not in s.settings.roles and not state.work.encode_only
+            offers = not s.does.prefills and not state.work.encode_only
             if offers and state.outgoing is None and may_offer(s, state):
                 offer_media(s, state, now)
 
@@ -228,7 +228,7 @@ def _chunk(s: State, row: Prefill, event: Stepped, firsts: dict[str, list[FirstT
     state.take_token(sampled.token)
     if sampled.token in state.stop_ids or len(state.stored_tokens) >= state.max_tokens:
         end(s, state, now, "stop" if sampled.token in state.stop_ids else "length")
-    elif "D" in s.settings.roles:
+    elif s.does.decodes:
         s.start_decoding(state, now)
     else:
         offer_kv(s, state, now)

@@ -14,13 +14,14 @@ from trinity.core.instance.lifecycle import end
 from trinity.core.instance.phases import Phase
 from trinity.core.instance.request_state import FEATURES_GONE, PASSED, REFUSED, UNPULLED, UNTAKEN, Lease, RequestState
 from trinity.core.instance.state import State, failure
-from trinity.core.messages import KV, Failure, Finished, Release, Withdraw
+from trinity.core.messages import Failure, Finished, Release, Withdraw
 from trinity.core.migration.lost_transfers import end_transfer
 from trinity.core.migration.moves import LATE, finish_copy, give_up
 from trinity.core.migration.prefix_fetch import give_up_prefixes
 from trinity.core.migration.remote_features import encode_after_all, forget_skipped, give_up_fetches
 from trinity.core.migration.second_offers import offer_elsewhere, turn_down
 from trinity.core.migration.source import drop_offer, offer_found
+from trinity.stage_kinds import taker_of
 
 
 def handle_release(s: State, event: Release, now: float) -> None:
@@ -31,7 +32,7 @@ def handle_release(s: State, event: Release, now: float) -> None:
         return
     s.renew_leases(lease.target, now)
     if event.outcome == PASSED and not offer_elsewhere(s, lease, event, now):
-        _report_end(s, lease, nowhere(s, "D" if lease.kind == KV else "P"))
+        _report_end(s, lease, nowhere(s, taker_of(lease.kind)))
     for kind, blocks in lease.by_kind:
         s.pools[kind].drop(blocks)
     s.pull_cost = event.cost or s.pull_cost

@@ -16,6 +16,7 @@ from trinity.core.instance.request_state import REFUSED, UNPULLED, Lease, Reques
 from trinity.core.instance.state import State, failure
 from trinity.core.messages import KV, Caught, Failure, Move, NotMoved, Part, Withdraw
 from trinity.core.migration.source import announce, commit, drop_copy, drop_offer, lend_copy, lend_to
+from trinity.stage_kinds import DECODE
 
 WORTH_COPYING_S = 0.01  # of a pull that is worth to go ahead of a move
 LATE, LOST, STAYED = "late", "lost", "not decoding"
@@ -77,7 +78,7 @@ def _find_problem(s: State, event: Move) -> Failure | None:
 
 
 def _is_up(s: State, state: RequestState, target: str) -> bool:
-    return any(peer.name == target != s.settings.name for peer in s.router.fitting("D", state.work))
+    return any(peer.name == target != s.settings.name for peer in s.router.fitting(DECODE.letter, state.work))
 
 
 def _stays(s: State, target: str, reason: str) -> Failure:

@@ -24,7 +24,7 @@ from trinity.core.migration.source import name_offer
 def begin_fetch(s: State, state: RequestState, now: float) -> bool:
     """Ask for what the holder of its text has, and this instance has not. True where that covers all its media."""
     work, block = state.work, s.settings.kv_block_size
-    if "P" not in s.settings.roles or work.holder not in s.router.peers or work.holder == s.settings.name:
+    if not s.does.prefills or work.holder not in s.router.peers or work.holder == s.settings.name:
         return False
     keys = s.prefix_keys(state)[: (state.prefill_end - 1) // block]
     start = len(s.kv.match(keys))

@@ -12,7 +12,7 @@ from trinity.core.instance.loads import tell_cached
 from trinity.core.instance.phases import Phase
 from trinity.core.instance.request_state import FEATURES_GONE, FeatureFetch, Lease, RequestState, SkippedEncode
 from trinity.core.instance.state import State
-from trinity.core.messages import IMAGE, KV, Fetch, Fetched, Finished, Pull, Pulled, Release
+from trinity.core.messages import KV, Fetch, Fetched, Finished, Pull, Pulled, Release
 from trinity.core.migration.kv_target import cached_record
 
 # ---------------------------------------------------------------- the encode instance
@@ -20,9 +20,9 @@ from trinity.core.migration.kv_target import cached_record
 
 def skip_cached_remotely(s: State, state: RequestState) -> None:
     """Skip the encoding of images that another instance has cached, by its last report. Local copies come first."""
-    if s.settings.transfers.store and "P" not in s.settings.roles:
+    if s.settings.transfers.store and not s.does.prefills:
         for slot in state.media:
-            if not s.cached_media(slot.keys) and slot.span.content not in s.pending:
+            if not s.cached_media(slot) and slot.span.content not in s.pending:
                 slot.find_at(s.router.holder(slot.span, {s.settings.name, *state.tried}))
 
 
@@ -78,7 +78,7 @@ def handle_fetch(s: State, event: Fetch, now: float) -> None:
     s.renew_leases(event.requester, now)
     found: tuple[int, ...] = ()
     if event.kind in s.pools:
-        found = s.kv.match(event.keys) if event.kind == KV else s.cached_media(list(event.keys))
+        found = s.kv.match(event.keys) if event.kind == KV else s.cached_features(event.kind, event.keys)
     if found:
         s.lend(Lease(event.id, "", event.requester, event.kind, found, now))
     s.send(event.requester, Fetched(event.id, s.settings.name, found, s.generation, tail=event.tail, kind=event.kind))
@@ -98,7 +98,8 @@ def ask_holder(s: State, state: RequestState, part: int, now: float) -> None:
     id = f"{incoming.offer.id}/{part}"
     s.fetches[id] = FeatureFetch(state.work.request, incoming.offer.id, part, holder, now)
     s.watch_lease(now)
-    s.send(holder, Fetch(id, s.settings.name, IMAGE, tuple(state.media[part].keys), incoming.offer.parts[part].tail))
+    slot = state.media[part]
+    s.send(holder, Fetch(id, s.settings.name, slot.kind, tuple(slot.keys), incoming.offer.parts[part].tail))
 
 
 def handle_fetched(s: State, event: Fetched, now: float) -> None:
@@ -123,8 +124,8 @@ def pull_features(state: RequestState, part: int, source: str, blocks: tuple[int
     """The pull of one media item's features from ``blocks`` of ``source``."""
     assert state.incoming is not None
     offer = state.incoming.offer
-    places, tail = state.media[part].blocks, offer.parts[part].tail
-    return Pull(offer.id, part, source, IMAGE, state.work.request, blocks, places, generation, tail=tail)
+    slot, tail = state.media[part], offer.parts[part].tail
+    return Pull(offer.id, part, source, slot.kind, state.work.request, blocks, slot.blocks, generation, tail=tail)
 
 
 def waiting_request(s: State, asked: FeatureFetch) -> RequestState | None:

@@ -21,6 +21,7 @@ from trinity.core.instance.state import State
 from trinity.core.messages import KV, Commit, Moved, Offer, Ready, Release, Spare, Work
 from trinity.core.migration.source import close_stream, drop_offer, may_offer, name_offer, offer_media
 from trinity.core.routing.router import BadChoice
+from trinity.stage_kinds import taker_of
 
 
 def offer_again(s: State, lease: Lease, now: float) -> bool:
@@ -82,7 +83,7 @@ def turn_down(s: State, passed: Release) -> None:
 
 
 def _may_have(s: State, offer: Offer, name: str) -> bool:
-    found = s.router.trusted(s.router.fitting("D" if offer.kind == KV else "P", offer.work))
+    found = s.router.trusted(s.router.fitting(taker_of(offer.kind), offer.work))
     return any(peer.name == name for peer in found)
 
 
@@ -101,7 +102,7 @@ def _take_back(s: State, state: RequestState, lease: Lease, now: float) -> bool:
 
 def _find_target(s: State, offer: Offer) -> str | None:
     try:
-        return s.router.choose("D" if offer.kind == KV else "P", offer.work)
+        return s.router.choose(taker_of(offer.kind), offer.work)
     except BadChoice:
         return None
 

@@ -14,7 +14,6 @@ from trinity.core.instance.phases import Phase
 from trinity.core.instance.request_state import KvStream, Lease, MediaSlot, RequestState
 from trinity.core.instance.state import State, failure
 from trinity.core.messages import (
-    IMAGE,
     KV,
     Failure,
     Helped,
@@ -30,6 +29,7 @@ from trinity.core.messages import (
 from trinity.core.migration.remote_features import remember_skipped
 from trinity.core.routing.router import BadChoice
 from trinity.core.transfers import LEAST_FIXED_S, UNKNOWN_GROUPS, group_layers, is_worth_streaming
+from trinity.stage_kinds import DECODE, PREFILL, taker_of
 
 
 def may_offer(s: State, state: RequestState) -> bool:
@@ -54,7 +54,7 @@ def offer_media(s: State, state: RequestState, now: float) -> None:
     if state.outgoing is None:
         rows = s.settings.image_block_size
         parts = tuple(Part(slot.blocks, slot.holder, slot.span.tokens % rows) for slot in state.media)
-        if not open_offer(s, state, now, "P", IMAGE, parts):
+        if not open_offer(s, state, now, state.media[0].kind, parts):
             return
         remember_skipped(s, state)
         ready = tuple(item for item, slot in enumerate(state.media) if slot.ready)
@@ -86,7 +86,7 @@ def offer_kv(s: State, state: RequestState, now: float) -> None:
         announce_states(s, state)
         commit(s, state, now)
         return
-    if open_offer(s, state, now, "D", KV, (kv_part(s, state),)):
+    if open_offer(s, state, now, KV, (kv_part(s, state),)):
         announce(s, state, (0,))
         commit(s, state, now)
 
@@ -112,10 +112,11 @@ def announce_states(s: State, state: RequestState) -> None:
         s.send(lease.target, Ready(lease.id, (), state=True))
 
 
-def open_offer(s: State, state: RequestState, now: float, letter: str, kind: str, parts: tuple[Part, ...]) -> bool:
-    """Lease the blocks to an instance with that stage. Ends the request and returns False where there is none."""
+def open_offer(s: State, state: RequestState, now: float, kind: str, parts: tuple[Part, ...]) -> bool:
+    """Lease blocks to an instance that takes them. Ends the request and returns False where there is none."""
+    letter = taker_of(kind)
     try:
-        target = _find_holder(s, letter, state.work) or s.router.choose(letter, state.work)
+        target = _find_holder(s, kind, state.work) or s.router.choose(letter, state.work)
     except BadChoice as problem:
         end(s, state, now, "error", failure("StageError", str(problem), stage=letter))
         return False
@@ -127,12 +128,12 @@ def open_offer(s: State, state: RequestState, now: float, letter: str, kind: str
     return True
 
 
-def _find_holder(s: State, letter: str, work: Work) -> str:
+def _find_holder(s: State, kind: str, work: Work) -> str:
     """Find the decode instance that has the beginning of its text already, which need not move there; "" for none."""
-    peers = s.router.trusted(s.router.fitting("D", work)) if letter == "D" and work.holder else ()
+    peers = s.router.trusted(s.router.fitting(DECODE.letter, work)) if kind == KV and work.holder else ()
     if not any(peer.name == work.holder for peer in peers):
         return ""
-    s.router.count(work.holder, "D", 1)
+    s.router.count(work.holder, DECODE.letter, 1)
     return work.holder
 
 
@@ -213,7 +214,7 @@ def commit(s: State, state: RequestState, now: float) -> None:
 def streams_kv(s: State, state: RequestState) -> bool:
     """True where a request's KV moves during its prefill. One that ends with its first token needs no transfer."""
     mode = s.settings.transfers.kv
-    if mode == "off" or "D" in s.settings.roles or state.work.max_tokens <= 1:
+    if mode == "off" or s.does.decodes or state.work.max_tokens <= 1:
         return False
     return mode != "auto" or state.kv_stream is not None or _is_worth_it(s, state)
 
@@ -230,7 +231,7 @@ def open_streams(s: State, step: Step, now: float) -> None:
     for row in step.prefills:
         state = s.requests[row.request]
         begins = state.outgoing is None and state.ending is None and streams_kv(s, state)
-        if begins and open_offer(s, state, now, "D", KV, (kv_part(s, state),)):
+        if begins and open_offer(s, state, now, KV, (kv_part(s, state),)):
             state.kv_stream = KvStream(state.prefilled // s.settings.kv_block_size, step.id)
             _tell(s, state, None, (0, state.kv_stream.announced_blocks))
 
@@ -249,7 +250,7 @@ def layers_per_group(s: State, prefills: Sequence[Prefill]) -> int:
         return 1
     layers, cost = s.settings.layers, s.pull_cost
     tokens = sum(row.length for row in prefills)
-    compute, rest = s.rates.seconds("P", tokens) / layers, s.step_tail.seconds(tokens)
+    compute, rest = s.rates.seconds(PREFILL.letter, tokens) / layers, s.step_tail.seconds(tokens)
     if cost is None or not compute:
         return -(-layers // UNKNOWN_GROUPS)
     blocks = sum(blocks_for(row.length, s.settings.kv_block_size) for row in rows)

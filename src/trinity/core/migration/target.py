@@ -18,7 +18,7 @@ from trinity.core.instance.preemption import hold_features
 from trinity.core.instance.queues import Queue
 from trinity.core.instance.request_state import COPIED, IncomingTransfer, RequestState
 from trinity.core.instance.state import State
-from trinity.core.messages import IMAGE, KV, Caught, Commit, Offer, Open, Pulled, Ready, Release, Withdraw
+from trinity.core.messages import KV, Caught, Commit, Offer, Open, Pulled, Ready, Release, Withdraw
 from trinity.core.migration.kv_target import (
     conclude_record,
     finish_piece,
@@ -138,7 +138,9 @@ def _admit(s: State, queue: Queue, reserve: Callable[[State, RequestState, float
 def _reserve_media(s: State, state: RequestState, now: float) -> bool:
     if not s.settings.transfers.prefetch and _others_ahead(s):
         return False
-    pool, rows = s.image, s.settings.image_block_size
+    assert state.incoming is not None
+    kind, rows = state.incoming.offer.kind, s.settings.image_block_size
+    pool = s.pools[kind]
     hits = [pool.match(slot.keys) if s.settings.image_cache else () for slot in state.media]
     whole = [found if len(found) == len(slot.keys) else () for found, slot in zip(hits, state.media, strict=True)]
     need = sum(blocks_for(slot.span.tokens, rows) for slot, found in zip(state.media, whole, strict=True) if not found)
@@ -147,7 +149,7 @@ def _reserve_media(s: State, state: RequestState, now: float) -> bool:
     for found in whole:
         pool.hold(found)
     for slot, found in zip(state.media, whole, strict=True):
-        slot.hold(found or s.allocate(IMAGE, len(slot.keys)), ready=bool(found))
+        slot.hold(found or s.allocate(kind, len(slot.keys)), ready=bool(found))
     s.move(state, Phase.IMAGE_PULL, now)
     return True
 
@@ -215,7 +217,7 @@ def _publish_media(s: State, state: RequestState, item: int) -> None:
     slot.fill()
     if s.settings.image_cache:
         for block, key in zip(slot.blocks, slot.keys, strict=True):
-            s.pools[IMAGE].publish(block, key)
+            s.pools[slot.kind].publish(block, key)
 
 
 def _all_here(s: State, state: RequestState) -> bool:
@@ -262,7 +264,7 @@ def outlive_source(s: State, state: RequestState, now: float) -> bool:
     has not ended may have read another life of the source, and counts for nothing.
     """
     incoming = state.incoming
-    if incoming is None or incoming.offer.kind != IMAGE or state.ending is not None or state.pulls_in_flight:
+    if incoming is None or incoming.offer.kind == KV or state.ending is not None or state.pulls_in_flight:
         return False
     if (incoming.commit is None and state.work.outputs) or not _has_all(s, state):
         return False

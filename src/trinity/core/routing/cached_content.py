@@ -10,8 +10,9 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from trinity.core.block_pool import DIGEST, Key, each_prefix_key, media_keys
-from trinity.core.messages import IMAGE, KV, MediaSpan, PeerLoad, PeerUp, Work
-from trinity.core.routing.stage_peers import InstanceKind, Slots, StagePeers, kind_of, stages_here
+from trinity.core.messages import KV, MediaSpan, PeerLoad, PeerUp, Work
+from trinity.core.routing.stage_peers import InstanceKind, Slots, StagePeers, kind_of
+from trinity.stage_kinds import block_kinds, features_of, roles_of, stages_on
 
 
 class CachedContent:
@@ -103,8 +104,10 @@ class ReportedContent:
     def has_media(self, peer: PeerUp, work: Work) -> bool:
         """As ``Router.has_media``."""
         self._read()
-        keys = [key for span in work.media for key in media_keys(span, peer.image_block_size)]
-        return not work.media or bool(self._content.find_holders(IMAGE, keys, self._slots.bit(peer.name)))
+        found = self._slots.bit(peer.name)
+        for span in work.media:
+            found = self._content.find_holders(features_of(span.kind), media_keys(span, peer.image_block_size), found)
+        return not work.media or bool(found)
 
     def has_any(self, name: str, kind: str) -> bool:
         """True where an instance reported that it has any block of this kind."""
@@ -125,27 +128,27 @@ class ReportedContent:
     def find_holders(self, peers: StagePeers, span: MediaSpan, among: int) -> int:
         """Those of a set that said they have these features."""
         self._read()
-        found = 0
+        found, held = 0, features_of(span.kind)
         for (_, block, _), mask in peers.by_kind.items():
-            found |= self._content.find_holders(IMAGE, media_keys(span, block), mask & among)
+            found |= self._content.find_holders(held, media_keys(span, block), mask & among)
         return found
 
     def _read(self) -> None:
         while self._unread:
             name = self._unread.pop()
-            for kind in (IMAGE, KV):
+            for kind in block_kinds():
                 self._content.take(self._slots.bit(name), kind, self._loads[name].cached.get(kind, b""))
 
     def _divide(self, kind: InstanceKind, mask: int, letter: str, work: Work) -> dict[int, int]:
         """Divide a set of instances of one kind by their ``cached_tokens``."""
         self._read()
         roles, image_block, kv_block = kind
-        stages, parts = stages_here(letter, work, roles), {0: mask} if mask else {}
-        if parts and stages & {"P", "D"}:
+        here, parts = roles_of(stages_on(letter, roles, work.encode_only)), {0: mask} if mask else {}
+        if parts and KV in here.kinds:
             keys = each_prefix_key(work.prompt, work.media, kv_block, work.salt)
             parts = {count * kv_block: having for count, having in self._content.split(KV, keys, mask)}
-        for span in work.media if parts and stages & {"E", "P"} else ():
-            holders = self._content.find_holders(IMAGE, media_keys(span, image_block), mask)
+        for span in work.media if parts and here.features else ():
+            holders = self._content.find_holders(features_of(span.kind), media_keys(span, image_block), mask)
             parts = _divide_again(parts, holders, span.tokens)
         return parts
 

@@ -13,8 +13,7 @@ from collections.abc import Iterable, Sequence
 
 from trinity.core.messages import PeerUp
 from trinity.core.routing.stage_peers import StagePeers
-
-BEFORE = {"P": "E", "D": "P"}  # the stage whose instances hand a request on to this one
+from trinity.stage_kinds import makers_for
 
 
 class HostTurns:
@@ -65,8 +64,10 @@ class HostTurns:
 
 def weigh_hosts(own: str, letter: str, peers: Sequence[PeerUp], known: Iterable[PeerUp]) -> dict[str, int]:
     """Weigh the hosts of ``peers`` for what is handed on from ``own``, that one first; {} where nothing is known."""
-    before = BEFORE.get(letter, "")
-    senders = Counter(peer.host for peer in known if before and before in peer.roles and letter not in peer.roles)
+    before = makers_for(letter)
+    senders = Counter(
+        peer.host for peer in known if letter not in peer.roles and any(each in peer.roles for each in before)
+    )
     receivers = Counter(peer.host for peer in peers)
     if not senders[own]:
         return {}

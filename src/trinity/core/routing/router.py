@@ -22,6 +22,7 @@ from trinity.core.routing.stage_peers import LoadOrder, Slots, StagePeers, fitti
 from trinity.errors import describe_error
 from trinity.errors.arguments import Whole
 from trinity.plugins import load_plugin
+from trinity.stage_kinds import PREFILL, encoder_of, roles_of
 
 UNKNOWN_UNIT_S = 1e-9  # seconds of a unit of work whose cost is unknown: the counts decide
 
@@ -357,18 +358,18 @@ class Router:
         return bool(self._offered(letter, work))
 
     def enter(self, work: Work, but: str = "") -> str | None:
-        """Name of the instance for the first stage: E where there are media, unless they need not be encoded.
+        """Name of the instance for the first stage: an encoder where there are media, unless they need not be encoded.
 
         ``but``: as in ``choose``.
         """
         if work.media and not work.encode_only and getattr(self.policy, "straight", False):
-            peers = self._offered("P", work)
+            peers = self._offered(PREFILL.letter, work)
             having = peers.mask
             for span in work.media:
                 having = self.content.find_holders(peers, span, having)
-            if having and not having & self._stage("E").mask:
-                return self._chosen("P", work, peers.select(having))
-        return self.choose("E" if work.media else "P", work, but)
+            if having and not having & self._stage(encoder_of(work)).mask:
+                return self._chosen(PREFILL.letter, work, peers.select(having))
+        return self.choose(encoder_of(work) or PREFILL.letter, work, but)
 
     def _chosen(self, letter: str, work: Work, peers: StagePeers) -> str:
         """Ask the policy. Raises ``BadChoice`` if that fails, or names another than one of ``peers``."""
@@ -438,7 +439,7 @@ class Router:
         for name in but:
             others &= ~self._slots.bit(name)
         having = peers.select(self.content.find_holders(peers, span, others))
-        return min(having, key=lambda peer: ("P" not in peer.roles, peer.name)).name if having else ""
+        return min(having, key=lambda peer: (not roles_of(peer.roles).prefills, peer.name)).name if having else ""
 
     def known(self, letter: str) -> bool:
         """True where an instance has the stage, be it up or lost."""

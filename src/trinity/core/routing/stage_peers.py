@@ -11,7 +11,8 @@ from functools import cached_property
 from typing import Self
 
 from trinity.core.block_pool import blocks_for
-from trinity.core.messages import IMAGE, KV, PeerUp, Work
+from trinity.core.messages import KV, PeerUp, Work
+from trinity.stage_kinds import features_of, roles_of, stage_of, stages_on
 
 SPARE_SLOTS = 64  # beside two of each instance: numbers of those that are gone, before all are numbered anew
 
@@ -178,30 +179,23 @@ def fitting(letter: str, work: Work, peers: Iterable[PeerUp]) -> Iterator[PeerUp
 
 def units_of(letter: str, work: Work) -> int:
     """Count the units that a request adds to a stage: visual tokens (E), prompt positions (P), a row (D)."""
-    if letter == "E":
+    kind = stage_of(letter).work
+    if kind == "media":
         return sum(span.tokens for span in work.media)
-    return len(work.prompt) if letter == "P" else 1
+    return len(work.prompt) if kind == "prefill" else 1
 
 
 def needs(letter: str, work: Work, roles: str, image_block_size: int, kv_block_size: int) -> dict[str, int]:
     """Blocks by kind that a request holds at stage ``letter`` (and at those that follow on the same instance)."""
-    stages = stages_here(letter, work, roles)
+    here = roles_of(stages_on(letter, roles, work.encode_only))
     need: dict[str, int] = {}
-    for span in work.media if stages & {"E", "P"} else ():
-        need[IMAGE] = need.get(IMAGE, 0) + blocks_for(span.tokens, image_block_size)
-    if stages & {"P", "D"}:
-        need[KV] = blocks_for(kv_tokens(work, decodes="D" in stages), kv_block_size)
+    for span in work.media if here.features else ():
+        kind = features_of(span.kind)
+        if kind in here.features:
+            need[kind] = need.get(kind, 0) + blocks_for(span.tokens, image_block_size)
+    if KV in here.kinds:
+        need[KV] = blocks_for(kv_tokens(work, decodes=here.decodes), kv_block_size)
     return need
-
-
-def stages_here(letter: str, work: Work, roles: str) -> set[str]:
-    """Letters of this stage, and of those that follow on an instance with these roles."""
-    stages = {letter}
-    for following in "" if work.encode_only else "EPD"["EPD".index(letter) + 1 :]:
-        if following not in roles:
-            break
-        stages.add(following)
-    return stages
 
 
 def kv_tokens(work: Work, decodes: bool) -> int:

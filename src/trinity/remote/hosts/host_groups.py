@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from trinity.costs.cluster import Cluster
+from trinity.stage_kinds import roles_of
 
 KV_HOST = "kv"  # the group of all that exchange KV, where nothing was planned
 
@@ -22,5 +23,6 @@ def assign_hosts(roles: Sequence[str], cluster: Cluster | None) -> tuple[list[st
 
 
 def _keep_kv_together(roles: Sequence[str]) -> list[str]:
-    moves_kv = any("P" in each and "D" not in each for each in roles)
-    return [KV_HOST if moves_kv and each != "E" else str(number) for number, each in enumerate(roles)]
+    does = [roles_of(each) for each in roles]
+    moves_kv = any(each.hands_kv_on for each in does)
+    return [KV_HOST if moves_kv and not each.only_encodes else str(number) for number, each in enumerate(does)]

@@ -15,12 +15,12 @@ from trinity.report.plots.drawing import (
     series_marker,
 )
 from trinity.report.plots.style import use_style
+from trinity.stage_kinds import all_letters, stage_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-ITEMS = {"E": "images", "P": "tokens", "D": "rows"}
-TITLES = {"E": "Encode", "P": "Prefill", "D": "Decode"}
+
 Seconds = Mapping[int, float]  # of a step, by batch
 
 
@@ -31,7 +31,7 @@ def plot_saturation(measured: Mapping[str, Mapping[str, Seconds]], note: str = "
     ``measured``: seconds of a step by stage ("E", "P", "D"), name (a dtype, a device) and batch (images, prefill
     tokens, decode rows). Stages without measurements have no panel. ``note``: text below the plot.
     """
-    stages = [letter for letter in ITEMS if any(measured.get(letter, {}).values())]
+    stages = [letter for letter in all_letters() if any(measured.get(letter, {}).values())]
     if not stages:
         return draw_message(new_figure(6, 3), "Saturation of stages", "No stage was measured.")
     picture = new_figure(3.6 * len(stages) + 0.6, 5.6)
@@ -46,8 +46,9 @@ def plot_saturation(measured: Mapping[str, Mapping[str, Seconds]], note: str = "
             for axes in (above, below):
                 log_if_wide(axes, "x", counts)
                 axes.set_ylim(bottom=0)
-        label_axes(above, TITLES[letter], "", f"{ITEMS[letter]}/s" if not column else "")
-        label_axes(below, "", f"{ITEMS[letter]} in a step", "ms a step" if not column else "")
+        title, unit = stage_of(letter).name.capitalize(), stage_of(letter).unit
+        label_axes(above, title, "", f"{unit}/s" if not column else "")
+        label_axes(below, "", f"{unit} in a step", "ms a step" if not column else "")
     panels[0][0].legend()
     picture.suptitle("What each stage does, by what a step holds", fontsize=11)
     add_notes(picture, [note] if note else [])

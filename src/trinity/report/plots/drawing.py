@@ -6,6 +6,8 @@ from collections.abc import Iterable, Sequence
 from textwrap import wrap
 from typing import TYPE_CHECKING, Any, Literal
 
+from trinity.stage_kinds import DECODE, ENCODE, PREFILL
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
@@ -15,7 +17,7 @@ ORANGE, SKY, GREEN, BLUE = "#E69F00", "#56B4E9", "#009E73", "#0072B2"
 RED, PINK, GREY = "#D55E00", "#CC79A7", "#999999"
 SERIES = (BLUE, RED, GREEN, ORANGE, PINK, SKY, GREY)
 MARKERS = "osD^vPX*"  # one more than colours, so that 56 series differ in colour or marker
-STAGE_COLOURS = {"E": ORANGE, "P": BLUE, "D": GREEN}
+STAGE_COLOURS = {ENCODE.letter: ORANGE, PREFILL.letter: BLUE, DECODE.letter: GREEN}
 _LETTERS_PER_INCH = 14  # of a note
 _WIDE_RANGE = 20  # factor between extremes above which an axis is logarithmic
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from trinity.errors import ConfigError
 from trinity.placement import METHODS, Placement
 from trinity.planner import Candidate, Plan
-from trinity.planner.plan import STAGE_NAMES, UNITS, devices_in_words, format_figure
+from trinity.planner.plan import UNITS, devices_in_words, format_figure
 from trinity.report.plots.drawing import (
     RED,
     SERIES,
@@ -23,6 +23,7 @@ from trinity.report.plots.drawing import (
     series_marker,
 )
 from trinity.report.plots.style import use_style
+from trinity.stage_kinds import stage_of
 from trinity.traces.goodput import SHARE, RatePoint
 from trinity.traces.trace import SLORule
 
@@ -319,7 +320,7 @@ def plot_utilisation(each: Candidate) -> Figure:
     for stage, shade in STAGE_COLOURS.items():
         shares = [100 * each.utilisation[name].get(stage, 0.0) for name in names]
         if any(shares):
-            label = f"{STAGE_NAMES[stage]} ({stage})"
+            label = f"{stage_of(stage).name} ({stage})"
             axes.barh(range(len(names)), shares, left=left, color=shade, label=label)
         left = [low + share for low, share in zip(left, shares, strict=True)]
     axes.set_yticks(range(len(names)), names)

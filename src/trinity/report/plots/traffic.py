@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 from trinity.errors import ConfigError
 from trinity.metrics import SPANS, Metrics
 from trinity.report.plots.drawing import (
+    BLUE,
+    GREEN,
     GREY,
     ORANGE,
     PINK,
@@ -26,6 +28,7 @@ from trinity.report.plots.drawing import (
 )
 from trinity.report.plots.style import use_style
 from trinity.simulation.simulator import Replay
+from trinity.stage_kinds import stage_of
 from trinity.timeline import Slice, Timeline
 from trinity.traces.trace import COMPLETE, SLO, ServedRequest, Trace
 
@@ -38,13 +41,11 @@ ServedTraffic = Mapping[str, Metrics | Trace | Mapping[str, float]]  # by deploy
 
 _SEVERAL = "several stages in one step"
 _KINDS = {
-    "encode": STAGE_COLOURS["E"],
-    "prefill": STAGE_COLOURS["P"],
-    "decode": STAGE_COLOURS["D"],
+    **{stage_of(letter).name: colour for letter, colour in STAGE_COLOURS.items()},
     _SEVERAL: PINK,
     "migration": GREY,
 }
-_SHADES = ("#F7D9A0", ORANGE, "#F3C9DF", "#A6CDE6", STAGE_COLOURS["P"], PINK, "#A3DCCB", STAGE_COLOURS["D"])
+_SHADES = ("#F7D9A0", ORANGE, "#F3C9DF", "#A6CDE6", BLUE, PINK, "#A3DCCB", GREEN)
 _SPAN_COLOURS = dict(zip(SPANS, _SHADES, strict=True))
 _SIMULATED = "From replays in the simulator."
 _MOST_DOTS = 1500  # dots of one deployment at one rate

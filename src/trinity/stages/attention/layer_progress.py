@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from trinity.errors import StageError
+from trinity.stage_kinds import PREFILL
 from trinity.stages.attention.interface import AttentionBackend, AttentionParams, PagedRows
 
 LayersCallback = Callable[[int, int], None]
@@ -89,5 +90,5 @@ class LayerProgressAttention:
             self._waiting.popleft()
             if not bool(total.isfinite()):
                 problem = f"keys or values of layers {first} to {end - 1} are not finite; check the model's weights"
-                raise StageError(problem, stage="P")
+                raise StageError(problem, stage=PREFILL.letter)
             self.report(first, end)

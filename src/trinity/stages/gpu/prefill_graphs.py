@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trinity.stage_kinds import LANGUAGE_STAGES, roles_of
 from trinity.stages.async_steps import DeviceTokens
 from trinity.stages.attention.gpu.varlen import ChunkSlots, VarlenRows
 from trinity.stages.attention.interface import AttentionBackend, PagedRows
@@ -78,14 +79,14 @@ class PrefillGraphs:
     graphs: GraphCache
     tokens: DeviceTokens
     image: Tensor | None = None
-    letters: str = "PD"
+    letters: str = LANGUAGE_STAGES
     sizes: tuple[StepSize, ...] = field(init=False)
     tables: Tensor = field(init=False)
     logits: Tensor | None = field(init=False, default=None)
 
     def __post_init__(self) -> None:
         blocks, block_rows = self.kv.shape[0], self.kv.shape[4]
-        counts = DECODE_COUNTS if "D" in self.letters else (0,)
+        counts = DECODE_COUNTS if roles_of(self.letters).decodes else (0,)
         held = [StepSize(decodes, rows) for decodes in counts for rows in CHUNK_ROW_COUNTS]
         fitting = (each for each in held if each.rows <= MOST_ROWS and self._warm_up_blocks(each) <= blocks)
         self.sizes = tuple(sorted(fitting, key=_order))

@@ -20,6 +20,7 @@ from torch import Tensor
 from trinity.core.messages import MediaSpan
 from trinity.errors import StageError, UnsupportedModel
 from trinity.preprocess.media.media_kinds import kind_names
+from trinity.stage_kinds import ENCODE
 from trinity.stages.attention.kv_rows import KvRow
 from trinity.stages.attention.latent import find_index_width, find_latent_width
 
@@ -177,7 +178,7 @@ class ModelAdapter:
             rows = self.feature_rows(output)
             if len(rows) != sum(wanted) * times:
                 raise StageError(
-                    f"the model gives {len(rows)} {kind} features for {sum(wanted)} placeholders", stage="E"
+                    f"the model gives {len(rows)} {kind} features for {sum(wanted)} placeholders", stage=ENCODE.letter
                 )
             found.update(zip(chosen, torch.split(rows[: sum(wanted)], wanted), strict=True))
         return [found[i] for i in range(len(items))]

@@ -16,6 +16,7 @@ from torch.nn.functional import pad
 from trinity.core.messages import MediaSpan
 from trinity.errors import StageError
 from trinity.preprocess.media.strips import GRID_CROP
+from trinity.stage_kinds import ENCODE
 from trinity.stages.models.base import (
     MediaInputs,
     ModelAdapter,
@@ -115,7 +116,7 @@ def _crop(tiles: Tensor, crop: Tensor, newline: Tensor) -> Tensor:
 
 def _counted(rows: Tensor, kind: str, count: int) -> Tensor:
     if len(rows) != count:
-        raise StageError(f"the model gives {len(rows)} {kind} features for {count} placeholders", stage="E")
+        raise StageError(f"the model gives {len(rows)} {kind} features for {count} placeholders", stage=ENCODE.letter)
     return rows
 
 
@@ -190,7 +191,7 @@ class Qwen2Audio(ModelAdapter):
         lengths, rows = core.audio_tower._get_feat_extract_output_lengths(given["feature_attention_mask"].sum(-1))
         if rows.tolist() != list(counts):
             raise StageError(
-                f"the model gives {rows.tolist()} {kind} features for {list(counts)} placeholders", stage="E"
+                f"the model gives {rows.tolist()} {kind} features for {list(counts)} placeholders", stage=ENCODE.letter
             )
         features = core.audio_tower(given["input_features"], attention_mask=self._mask(core, given, lengths))
         found = core.multi_modal_projector(features.last_hidden_state)

@@ -19,6 +19,7 @@ from trinity.memory.weight_digests import LoadedFiles, are_only_touched, identif
 from trinity.memory.weight_shelf import Turn, take_turn
 from trinity.preprocess.checkpoint.config_file import read_config
 from trinity.preprocess.checkpoint.libraries import explain_library
+from trinity.stage_kinds import all_letters, roles_of
 from trinity.stages.attention.interface import PAGED_ATTENTION, register_attention
 from trinity.stages.attention.kv_rows import KvRow
 from trinity.stages.attention.latent import watch_expansions
@@ -93,7 +94,7 @@ def load_model(
     there is no such checkpoint or it lacks weights, ``UnsupportedModel`` if it cannot be served.
     """
     directory = Path(model_dir)
-    if not letters or set(letters) - set("EPD"):
+    if not letters or set(letters) - set(all_letters()):
         raise ConfigError(f"letters must be some of E, P and D, got {letters!r}")
     if threads is not None:
         torch.set_num_threads(threads)
@@ -101,7 +102,7 @@ def load_model(
     files = identify_files(directory)
     adapter, known = find_adapter(config, directory)
     refuse_layers(adapter)
-    if letters == "E" and not adapter.multimodal:
+    if roles_of(letters).only_encodes and not adapter.multimodal:
         raise ConfigError(f"{directory} ({config.model_type}) is text only: a placement for it needs no E instance")
     kind, place = _pick_dtype(dtype, config), check_device(device)
     if place.type == "cuda" and kind == torch.float32:
@@ -197,7 +198,8 @@ def count_weight_bytes(
 
 
 def _list_parts(letters: str, adapter: ModelAdapter) -> list[str]:
-    return ["vision"] * ("E" in letters and adapter.multimodal) + ["language"] * bool(set(letters) & set("PD"))
+    parts = roles_of(letters).parts
+    return [each for each in ("vision", "language") if each in parts and (adapter.multimodal or each == "language")]
 
 
 def _pick_dtype(dtype: torch.dtype | str | None, config: Any) -> torch.dtype:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from trinity.errors import StageError
+from trinity.stage_kinds import ENCODE
 from trinity.stages.kernels.swaps import copy_with
 
 
@@ -60,7 +61,7 @@ class _KeepsEmbeddings(_StandIn):
             raise _Given(inputs_embeds)
         beside = [each for each in named.values() if isinstance(each, Tensor) and each.shape == self.shape]
         if len(beside) != 1:
-            raise StageError("the model's forward gives its text model no embeddings", stage="E")
+            raise StageError("the model's forward gives its text model no embeddings", stage=ENCODE.letter)
         raise _Given(beside[0])
 
 
@@ -123,7 +124,7 @@ def forward_features(
         twin(input_ids=ids, use_cache=False, **{name: value for name, value in inputs.items() if name in accepted})
     except _Given as given:
         return given.embeds[0]
-    raise StageError("the model's forward does not reach its text model", stage="E")
+    raise StageError("the model's forward does not reach its text model", stage=ENCODE.letter)
 
 
 def forward_logits(model: Any, language: str, below: Any, states: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from trinity.preprocess.checkpoint.config_file import read_config
 from trinity.preprocess.checkpoint.model_types import is_multimodal
 from trinity.preprocess.checkpoint.verdicts import ProofPart, ProofVerdict
 from trinity.preprocess.processor import RequestProcessor
+from trinity.stage_kinds import LANGUAGE_STAGES
 from trinity.stages.models.quantization import read_quantization
 
 _WIDTH = 14
@@ -87,7 +88,7 @@ def _check_text(directory: Path, model_type: str) -> ProofVerdict:
     begun = loaded = time.monotonic()
     part = ProofPart("logits", True, said)
     try:
-        model = load_model(directory, "PD", dtype="float32")
+        model = load_model(directory, LANGUAGE_STAGES, dtype="float32")
         loaded = time.monotonic()
         check_once(model)  # a type that nobody listed was checked as it loaded
     except UnsupportedModel as error:

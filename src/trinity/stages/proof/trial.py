@@ -17,6 +17,7 @@ from trinity.memory.block_memory import BlockMemory
 from trinity.preprocess.checkpoint.verdicts import MediaFacts
 from trinity.preprocess.media.media_kinds import kind_names
 from trinity.preprocess.processor import ProcessedRequest, RequestProcessor
+from trinity.stage_kinds import all_letters
 from trinity.stages.attention.interface import PAGED_ATTENTION, find_attention_name, register_attention
 from trinity.stages.attention.latent import watch_expansions
 from trinity.stages.attention.row_counts import answer_counts
@@ -61,7 +62,7 @@ class TriedModel:
         refuse_layers(self.adapter)
         prepare_states(model, self.adapter)
         self.loaded = LoadedModel(
-            *(directory, "EPD", model.config, self.adapter, torch.float32, torch.device("cpu"), ""),
+            *(directory, all_letters(), model.config, self.adapter, torch.float32, torch.device("cpu"), ""),
             vision=model,
             language=model,
         )
