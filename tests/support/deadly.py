@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from random import Random
 
@@ -11,6 +11,7 @@ from support.scenarios import pressed_cluster, random_cluster
 from support.virtual.cluster import VirtualCluster
 from trinity.core.failure_policy import NO_RECOVERY, FailurePolicy
 from trinity.core.instance.settings import Settings
+from trinity.stage_kinds import order_letters, roles_of
 
 
 def deadly_cluster(
@@ -47,8 +48,8 @@ def switching_cluster(seed: int, failures: FailurePolicy = NO_RECOVERY, deaths: 
     cluster = deadly_cluster(seed, failures=failures) if deaths and draw.random() < 0.7 else random_cluster(seed)
     change_policy(cluster.frontend, failures)
     own = {name: core.settings for name, core in cluster.cores.items()}
-    letters = sorted({letter for settings in own.values() for letter in settings.roles}, key="EPD".index)
-    pools = {kind: max(each.pools.get(kind, 0) for each in own.values()) for kind in ("image", "kv")}
+    letters = order_letters(letter for settings in own.values() for letter in settings.roles)
+    pools = largest_pools(own.values())
     at = 0.0
     for _ in range(draw.choice([1, 1, 2, 4])):
         name = draw.choice(list(own))
@@ -69,5 +70,13 @@ def change_roles(
     needed = [letter for letter in letters if letter not in others]
     more = [letter for letter in letters if letter in needed or draw.random() < 0.5] or [draw.choice(letters)]
     roles = "".join(more)
-    kinds = {"image": set(roles) & {"E", "P"}, "kv": set(roles) & {"P", "D"}}
-    return replace(own[name], roles=roles, pools={kind: pools[kind] for kind in pools if kinds[kind]})
+    kinds = roles_of(roles).kinds
+    return replace(own[name], roles=roles, pools={kind: pools[kind] for kind in pools if kind in kinds})
+
+
+def largest_pools(settings: Iterable[Settings]) -> dict[str, int]:
+    """Find the most blocks of each kind that any of these instances has."""
+    found: dict[str, int] = {}
+    for each in settings:
+        found |= {kind: max(count, found.get(kind, 0)) for kind, count in each.pools.items()}
+    return dict(sorted(found.items()))

@@ -9,7 +9,7 @@ from random import Random
 
 from msgspec.structs import replace as replace_work
 
-from support.deadly import deadly_cluster
+from support.deadly import deadly_cluster, largest_pools
 from support.moving import POLICY, WIDE, moves_of
 from support.reader_checks import check_readers
 from support.recovering import change_policy
@@ -19,6 +19,7 @@ from support.virtual.lives import Kill
 from trinity.core.instance.settings import Settings
 from trinity.core.messages import FRONTEND, PeerLeaving
 from trinity.core.scheduler import BatchRules
+from trinity.stage_kinds import order_letters, roles_of
 
 
 def departing_cluster(seed: int, deaths: bool = True) -> VirtualCluster:
@@ -45,7 +46,7 @@ def departing_cluster(seed: int, deaths: bool = True) -> VirtualCluster:
     cluster.lives._cuts.clear()
     cluster.lives.plan_cuts = cluster.lives.hear_all  # type: ignore[method-assign]
     own = {name: core.settings for name, core in cluster.cores.items()}
-    pools = {kind: max(each.pools.get(kind, 0) for each in own.values()) for kind in ("image", "kv")}
+    pools = largest_pools(own.values())
     at = draw.uniform(0.3, 1.0)
     for _ in range(draw.choice([2, 3, 5])):
         name = draw.choice([each for each, settings in own.items() if "D" in settings.roles])
@@ -103,10 +104,10 @@ def _stay(cluster: VirtualCluster, draw: Random, name: str, at: float) -> None:
 
 def _other_roles(draw: Random, settings: Settings, others: set[str], pools: dict[str, int]) -> Settings:
     """Draw roles of its next life, with which no stage is lost."""
-    letters = "".join(each for each in "EPD" if each in others | set(settings.roles))
+    letters = order_letters(others | set(settings.roles))
     roles = "".join(each for each in letters if each not in others or draw.random() < 0.5) or draw.choice(letters)
-    kinds = {"image": set(roles) & {"E", "P"}, "kv": set(roles) & {"P", "D"}}
-    return replace(settings, roles=roles, pools={kind: pools[kind] for kind in pools if kinds[kind] and pools[kind]})
+    kinds = roles_of(roles).kinds
+    return replace(settings, roles=roles, pools={kind: pools[kind] for kind in pools if kind in kinds and pools[kind]})
 
 
 def run(seed: int, deaths: bool = True, limit: int = 1_000_000) -> VirtualCluster:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from random import Random
 from typing import Any
 
@@ -13,15 +12,16 @@ from support.scenarios import largest_need, random_works
 from support.virtual.cluster import Durations, VirtualCluster, make_settings
 from trinity.core.failure_policy import FailurePolicy
 from trinity.core.messages import Step
+from trinity.stage_kinds import DECODE, LANGUAGE_STAGES, PREFILL, encoder_of, encoder_of_media, order_letters
 
 SAMPLED = 3  # tokens that are written before "S" kills
 
 
 def stages_of(step: Step, life: str, written: int) -> str:
     """Letters of the stages of which a step has a row of this life; "S" where it samples its fourth token or more."""
-    rows: dict[str, Sequence[str]] = {"D": step.decodes}
-    rows |= {"E": [row.request for row in step.encodes], "P": [row.request for row in step.prefills]}
-    found = "".join(letter for letter, names in rows.items() if life in names)
+    found = DECODE.letter * (life in step.decodes)
+    found += order_letters(encoder_of_media(row.span.kind).letter for row in step.encodes if row.request == life)
+    found += PREFILL.letter * any(row.request == life for row in step.prefills)
     sampling = life in step.decodes or any(row.request == life and row.last for row in step.prefills)
     return found + ("S" if sampling and written >= SAMPLED else "")
 
@@ -71,7 +71,7 @@ def choose_poison(draw: Random, cluster: VirtualCluster) -> dict[str, str]:
     works = [record.work for record in cluster.outcomes.values()]
     stages = {}
     for work in draw.sample(works, k=min(len(works), draw.choice([1, 1, 2, 3]))):
-        stages[work.request] = draw.choice(("E" if work.media else "") + ("PD" if work.max_tokens > 1 else "P"))
+        stages[work.request] = draw.choice(encoder_of(work) + LANGUAGE_STAGES[: 2 if work.max_tokens > 1 else 1])
     return stages
 
 

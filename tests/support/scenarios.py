@@ -15,6 +15,7 @@ from trinity.core.messages import MediaSpan, Work
 from trinity.core.routing.router import LeastLoaded, PrefixHits, RoundRobin, RoutingPolicy
 from trinity.core.scheduler import BatchRules, Order
 from trinity.core.transfers import KvMode, TransferPolicy
+from trinity.stage_kinds import feature_kinds, features_of
 
 PLACEMENTS = (
     *("EPD", "2EPD", "EP+D", "ED+P", "E+P+D", "PD+E", "2E2P2D", "1E1EPD", "2ED1P", "1E2EP3D", "1E3P4D", "2EP2D"),
@@ -97,9 +98,15 @@ def random_rules(draw: Random) -> BatchRules:
 
 def largest_need(works: list[Work]) -> dict[str, int]:
     """Blocks of each kind that the largest of these requests has to have."""
-    image = max(sum(blocks_for(span.tokens, MEDIA_BLOCK) for span in work.media) for work in works)
     kv = max(blocks_for(len(work.prompt) + work.max_tokens - 1, KV_BLOCK) for work in works)
-    return {"image": max(image, 1), "kv": kv}
+    return {
+        **{kind: max(_count_features(work, kind) for work in works) or 1 for kind in sorted(feature_kinds())},
+        "kv": kv,
+    }
+
+
+def _count_features(work: Work, kind: str) -> int:
+    return sum(blocks_for(span.tokens, MEDIA_BLOCK) for span in work.media if features_of(span.kind) == kind)
 
 
 def random_patience(draw: Random) -> dict[str, float]:

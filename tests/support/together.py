@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from random import Random
 
-from support.deadly import change_roles
+from support.deadly import change_roles, largest_pools
 from support.moving import PRECOPY, Mover
 from support.poisoned import Poison, choose_poison
 from support.recovering import change_policy
@@ -44,6 +44,7 @@ from trinity.core.messages import (
     Value,
     Work,
 )
+from trinity.stage_kinds import order_letters
 
 TYPED = {
     "BadMedia",
@@ -75,11 +76,8 @@ class Striker:
         self.strikes, self.share = draw.choice([0, 1, 2, 4, 8]), draw.choice([0.003, 0.01, 0.05])
         self.amid: tuple[type[Value], ...] = draw.choice([*((kind,) for kind in DELICATE), DELICATE, DELICATE])
         self.changed_at, self.gone = -1.0, False
-        self.pools = {
-            kind: max(core.settings.pools.get(kind, 0) for core in cluster.cores.values()) for kind in ("image", "kv")
-        }
-        own = {letter for core in cluster.cores.values() for letter in core.settings.roles}
-        self.letters = sorted(own, key="EPD".index)
+        self.pools = largest_pools(core.settings for core in cluster.cores.values())
+        self.letters = order_letters(letter for core in cluster.cores.values() for letter in core.settings.roles)
         self.seen: Counter[str] = Counter()
 
     def event(self, name: str, event: Value) -> None:

@@ -24,7 +24,6 @@ from trinity.core.instance.request_state import RequestState
 from trinity.core.instance.settings import Settings
 from trinity.core.instance.state import State
 from trinity.core.messages import (
-    IMAGE,
     KV,
     STATE,
     Collect,
@@ -186,7 +185,7 @@ def _check_step(s: State, step: Step) -> None:
         state = s.requests.get(row.request)
         assert state is not None, f"{row.request} is gone while a step encodes for it"
         assert state.media[row.item].blocks == row.blocks, f"image blocks of {row.request} changed in flight"
-        _check_unmatchable(s, IMAGE, row.blocks)
+        _check_unmatchable(s, state.media[row.item].kind, row.blocks)
     for prefill in step.prefills:
         state = s.requests.get(prefill.request)
         assert state is not None, f"{prefill.request} is gone while a step prefills it"
@@ -281,7 +280,7 @@ def count_holders(s: State, kind: str) -> Counter[int]:
     """Count the holders of each block of a kind: requests, leases, and fetches of a prefix."""
     holders: Counter[int] = Counter()
     for state in s.requests.values():
-        features = [block for slot in state.media for block in slot.blocks]
+        features = [block for slot in state.media if slot.kind == kind for block in slot.blocks]
         holders.update({KV: state.block_table, STATE: state.state_block}.get(kind, features))
     for lease in s.outgoing.values():
         holders.update(dict(lease.by_kind).get(kind, ()))

@@ -9,9 +9,10 @@ from random import Random
 from typing import Any
 
 from trinity.core.instance.settings import Settings
-from trinity.core.messages import IMAGE, KV, STATE, Collect, Failure, LayersWritten, Pull, Step, Work
+from trinity.core.messages import Collect, Failure, LayersWritten, Pull, Step, Work
 from trinity.core.scheduler import StepTime
 from trinity.placement import Placement
+from trinity.stage_kinds import roles_of
 
 
 def _message(draw: Random, source: str, target: str) -> float:
@@ -75,10 +76,9 @@ def make_settings(placement: str | Placement, pools: Mapping[str, int], **common
     parsed = Placement.parse(placement) if isinstance(placement, str) else placement
     result = []
     for name, roles in parsed.instances():
-        kinds = {IMAGE} & set(pools) if set(roles) & set("EP") else set()
-        kinds |= {KV, STATE} & set(pools) if set(roles) & set("PD") else set()
-        own = dict(common)
-        if "E" not in roles or roles == "E":
+        does, own = roles_of(roles), dict(common)
+        kinds = does.kinds & set(pools)
+        if not does.has_two_parts:
             own.pop("lanes", None)
         result.append(Settings(name, roles, {kind: pools[kind] for kind in sorted(kinds)}, **own))
     return result

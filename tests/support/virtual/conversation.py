@@ -13,7 +13,6 @@ from trinity.core.frontend.messages import Adopt
 from trinity.core.life_names import MARK
 from trinity.core.messages import (
     FRONTEND,
-    IMAGE,
     KV,
     PREEMPTED,
     STATE,
@@ -40,6 +39,7 @@ from trinity.core.messages import (
     Withdraw,
 )
 from trinity.core.values import is_frontend
+from trinity.stage_kinds import feature_kinds
 
 HELPS = {(before, said) for before in ("asked", "begun", "no") for said in ("begun", "ready", "no")} | {("ready", "no")}
 
@@ -356,7 +356,8 @@ class Conversation:
         if answer.kind == KV:  # by ``FetchRules``
             return
         assert (pull.source, name) == (holder, taker), f"{name} pulls what was not leased to it: {pull}"
-        assert (pull.source_blocks, pull.kind) == (answer.blocks, IMAGE), f"{pull} of other blocks than {answer}"
+        assert (pull.source_blocks, pull.kind) == (answer.blocks, answer.kind), f"{pull} of other blocks than {answer}"
+        assert pull.kind in feature_kinds(), f"{pull} of what no encoder makes"
         assert not self._is_over(name, pull.request), f"{pull} after the request's end"
         assert "P" in self.cores[name].settings.roles, f"{name} does not read features in its own blocks: {pull}"
         assert len(pull.source_blocks) == len(pull.target_blocks) > 0, f"{pull} pairs no blocks"

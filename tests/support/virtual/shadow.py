@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 
 from trinity.core.instance.state import Settings
 from trinity.core.messages import (
-    IMAGE,
     KV,
     STATE,
     Close,
@@ -33,6 +32,7 @@ from trinity.core.messages import (
     Value,
     Work,
 )
+from trinity.stage_kinds import features_of
 
 Tag = tuple[object, ...]
 TORN: Tag = ("torn",)
@@ -193,7 +193,7 @@ class Shadow:
     def _start_step(self, name: str, step: Step) -> None:
         self._check_reads(name, step)
         for encode in step.encodes:
-            self.memory[name, IMAGE].write(encode.blocks, 0, [[TORN] * encode.span.tokens])
+            self._features_at(name, encode.span).write(encode.blocks, 0, [[TORN] * encode.span.tokens])
         for prefill in step.prefills:
             _check_chunk(self._rows[name, prefill.request], prefill)
             self._write_kv(name, prefill.request, prefill.start, [TORN] * prefill.length)
@@ -276,11 +276,15 @@ class Shadow:
             self.memory[name, STATE].write(row.opened.state, 0, [row.tags[end - 1 : end]])
 
     def _check_image(self, name: str, row: ShadowRow, item: int, span: MediaSpan) -> None:
-        there = self.memory[name, IMAGE].read(row.opened.images[item], 0, span.tokens)
+        there = self._features_at(name, span).read(row.opened.images[item], 0, span.tokens)
         assert there == [_features(span)], f"{name}: item {item} of {row.opened.work.request} is not in its blocks"
 
     def _encode(self, name: str, encode: Encode) -> None:
-        self.memory[name, IMAGE].write(encode.blocks, 0, [_features(encode.span)])
+        self._features_at(name, encode.span).write(encode.blocks, 0, [_features(encode.span)])
+
+    def _features_at(self, name: str, span: MediaSpan) -> ShadowPool:
+        """Find the pool of an instance that has features of such media."""
+        return self.memory[name, features_of(span.kind)]
 
     def _write_kv(self, name: str, request: str, start: int, tags: list[Tag], layers: Layers = None) -> None:
         memory = self.memory[name, KV]
@@ -292,7 +296,7 @@ class Shadow:
         media = self._works[copy.request].media
         assert len(media) == len(copy.items), f"{copy} of {len(media)} media"
         for span, (blocks, rows) in zip(media, copy.items, strict=True):
-            found = self.memory[name, IMAGE].read(blocks, 0, rows)
+            found = self._features_at(name, span).read(blocks, 0, rows)
             assert found == [_features(span)], f"{name} copies {found} for {span}"
 
     def _start_pull(self, name: str, pull: Pull) -> None:
@@ -347,7 +351,7 @@ def _next(tags: list[Tag], token: int, inside: Tag) -> Tag:
 
 
 def _features(span: MediaSpan) -> list[Tag]:
-    return [("image", span.content, row) for row in range(span.tokens)]
+    return [(span.kind, span.content, row) for row in range(span.tokens)]
 
 
 def _check_chunk(row: ShadowRow, chunk: Prefill) -> None:
