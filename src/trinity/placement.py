@@ -13,6 +13,24 @@ from trinity.stage_kinds import DECODE, PREFILL, all_letters, describe_stages, o
 
 METHODS = ("EPD", "EP+D", "ED+P", "E+P+D", "PD+E")
 _GROUP = re.compile(r"(\d*)([A-Za-z]+)")
+# What a grammar for devices and ranks might have (decision 0135): how it looks, what it asks for, and what to write.
+_UNBUILT = (
+    (
+        re.compile(r"@[^+]*"),
+        "devices or hosts",
+        "give a list of trinity.Instance, each with its device= or address=, in place of the placement",
+    ),
+    (
+        re.compile(r"(?i)[:/]?\b\d*([TPC]P|SP|DP|EP)\s*=\s*\d*|:[^@+]*|(?<![A-Z])TP\d+|TP\d+$"),
+        "ranks of one instance on several devices",
+        "an instance has one device: write more instances, such as 2P, or a smaller dtype",
+    ),
+    (
+        re.compile(r"[(){}\[\]|&*×]|\d+[xX](?=\d|[(\[{]|[A-Za-z])"),
+        "groups of instances that share a device",
+        "write a count ahead of letters, such as 2EP; those of a list of trinity.Instance share a device=",
+    ),
+)
 
 
 @check_arguments
@@ -26,6 +44,8 @@ class Group:
     @classmethod
     def parse(cls, roles: str) -> Group:
         """Read one instance's roles, such as "E" or "PD". Raises ``PlacementError``."""
+        if isinstance(roles, str):
+            _refuse_unbuilt(roles)
         if not (isinstance(roles, str) and roles.isalpha()):
             raise PlacementError(f"an instance's roles are letters of {_letters()}, such as 'EP', got {show(roles)}")
         return cls(1, _roles(roles.upper(), roles))
@@ -45,6 +65,7 @@ class Placement:
 
         Raises ``PlacementError`` if the text is not a placement, or has no prefill or decode.
         """
+        _refuse_unbuilt(text)
         pieces = "".join(text.split()).upper().split("+")
         return cls.of(group for piece in pieces for group in _groups(piece, text))
 
@@ -105,6 +126,16 @@ class Placement:
 
     def __str__(self) -> str:
         return "".join(f"{group.count}{group.roles}" for group in self.groups)
+
+
+def _refuse_unbuilt(text: str) -> None:
+    """Refuse by name what placements might say one day, and do not."""
+    for pattern, what, instead in _UNBUILT:
+        found = pattern.search(text)
+        if found is not None:
+            raise PlacementError(
+                f"placement {show(text)} names {what} ({found.group().strip()!r}), which placements cannot: {instead}"
+            )
 
 
 def _groups(piece: str, text: str) -> Iterable[Group]:

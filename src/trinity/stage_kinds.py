@@ -1,7 +1,7 @@
 """Lists the stages of a request in one table, and answers from it what an instance with given roles does.
 
-An entry says what a stage needs and makes, which requests have it, what bounds its batch and what it costs. All that
-asks for a property of roles (whether they decode, which blocks they hold) asks here; to add a stage is to add an entry.
+An entry says what a stage needs and makes, which requests need it, what bounds its batch and what it costs. Code that
+needs a property of roles (whether they decode, which blocks they hold) asks here; to add a stage is to add an entry.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ _table: tuple[StageKind, ...] = (ENCODE, PREFILL, DECODE)
 
 @dataclass(frozen=True)
 class Roles:
-    """What an instance with these ``letters`` does.
+    """Describes what an instance with these ``letters`` does.
 
     - ``encodes``, ``prefills``, ``decodes``: whether its steps have such rows.
     - ``kinds``: kinds of block that it holds. ``features``: those of them that encoders make.
@@ -187,6 +187,7 @@ def encoder_of_media(media: str) -> StageKind:
     return next(named, next(kind for kind in encoders() if not kind.media))
 
 
+@cache
 def features_of(media: str) -> str:
     """Kind of block that holds the features of media of this kind."""
     return encoder_of_media(media).makes[0]
@@ -199,15 +200,14 @@ def encoder_of(request: StagedRequest) -> str:
 
 def encoders_of(request: StagedRequest) -> str:
     """Letters of the stages that would encode a request's media: of more than one no instance can serve it."""
-    return order_letters(encoder_of_media(item.kind).letter for item in request.media)
+    return order_letters({encoder_of_media(item.kind).letter for item in request.media}) if request.media else ""
 
 
 def path_of(request: StagedRequest) -> str:
     """Letters of the stages that a request needs, or still needs, in order."""
     own = encoder_of(request)
-    return "".join(
-        kind.letter for kind in _table if (kind.media is None or kind.letter == own) and kind.needed_by(request)
-    )
+    due = [kind.letter for kind in _table if (kind.media is None or kind.letter == own) and kind.needed_by(request)]
+    return "".join(due)
 
 
 @cache
@@ -273,5 +273,7 @@ def added_stage(added: StageKind, before: str) -> Iterator[None]:
 def _set_table(table: tuple[StageKind, ...]) -> None:
     global _table
     _table = table
-    for each in (roles_of, stage_of, feature_kinds, block_kinds, encoder_of_media, stages_on, taker_of, makers_for):
+    for each in (roles_of, stage_of, feature_kinds, block_kinds, encoder_of_media, features_of):
         each.cache_clear()
+    for other in (stages_on, taker_of, makers_for):
+        other.cache_clear()

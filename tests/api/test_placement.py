@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import trinity
 from trinity.errors import PlacementError
 from trinity.placement import METHODS, Group, Placement
 from trinity.stage_kinds import all_letters
@@ -65,6 +66,49 @@ def test_what_is_said_about_it(text: str, message: str) -> None:
     with pytest.raises(PlacementError) as error:
         Placement.parse(text)
     assert str(error.value) == message
+
+
+RANKS = "ranks of one instance on several devices"
+DEVICES = "devices or hosts"
+SHARING = "groups of instances that share a device"
+INSTEAD = {
+    RANKS: "an instance has one device: write more instances, such as 2P, or a smaller dtype",
+    DEVICES: "give a list of trinity.Instance, each with its device= or address=, in place of the placement",
+    SHARING: "write a count ahead of letters, such as 2EP; those of a list of trinity.Instance share a device=",
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "what", "part"),
+    [
+        ("1E@2+PD", DEVICES, "@2"),
+        ("2EP@cuda:1+2D", DEVICES, "@cuda:1"),
+        ("1E1P1D @ host-a", DEVICES, "@ host-a"),
+        ("2x1EP+D", SHARING, "2x"),
+        ("2X(EP)+D", SHARING, "2X"),
+        ("(1E1P)1D", SHARING, "("),
+        ("[E|P]+D", SHARING, "["),
+        ("2*EP+D", SHARING, "*"),
+        ("1P:tp2+D", RANKS, ":tp2"),
+        ("1E1P:tp=2+D", RANKS, ":tp=2"),
+        ("PD tp=4", RANKS, "tp=4"),
+        ("1PTP2", RANKS, "TP2"),
+        ("EPD/pp=2", RANKS, "/pp=2"),
+        ("1P:2+D", RANKS, ":2"),
+    ],
+)
+def test_what_placements_do_not_say_is_refused_by_name(text: str, what: str, part: str) -> None:
+    with pytest.raises(PlacementError) as error:
+        Placement.parse(text)
+    assert str(error.value) == f"placement {text!r} names {what} ({part!r}), which placements cannot: {INSTEAD[what]}"
+
+
+@pytest.mark.parametrize(
+    ("roles", "what"), [("E@cuda:1", DEVICES), ("P:tp2", RANKS), ("2xEP", SHARING), ("(E)", SHARING)]
+)
+def test_nor_do_the_roles_of_an_instance(roles: str, what: str) -> None:
+    with pytest.raises(PlacementError, match=what):
+        trinity.Instance(roles)
 
 
 def test_one_instances_roles() -> None:

@@ -52,11 +52,10 @@ class MediaSlot:
     recalled: bool = False
     kept: bool = False
     fetch: str = ""
+    kind: str = field(init=False)  # of its blocks
 
-    @property
-    def kind(self) -> str:
-        """Kind of its blocks."""
-        return features_of(self.span.kind)
+    def __post_init__(self) -> None:
+        self.kind = features_of(self.span.kind)
 
     def hold(self, blocks: tuple[int, ...], *, ready: bool) -> None:
         """Take these blocks; ``ready``: they have the features already."""

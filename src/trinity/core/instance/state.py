@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from math import inf
 
 from trinity.core.block_pool import BlockPool, Key, blocks_for, media_keys, prefix_keys, uncut_blocks
@@ -364,12 +364,8 @@ class State:
 
     def cached_media(self, slot: MediaSlot) -> tuple[int, ...]:
         """Encoder-cache blocks of a media item; none unless all of them are here."""
-        return self.cached_features(slot.kind, slot.keys)
-
-    def cached_features(self, kind: str, keys: Sequence[Key]) -> tuple[int, ...]:
-        """Encoder-cache blocks of this kind with these keys; none unless all of them are here."""
-        hits = self.pools[kind].match(keys) if self.settings.image_cache else ()
-        return hits if len(hits) == len(keys) else ()
+        hits = self.pools[slot.kind].match(slot.keys) if self.settings.image_cache else ()
+        return hits if len(hits) == len(slot.keys) else ()
 
     def encodes(self, work: Work) -> bool:
         """True where this instance has the stage that encodes a request's media."""

@@ -77,8 +77,10 @@ def handle_fetch(s: State, event: Fetch, now: float) -> None:
     """Lease the blocks with this content, or say that they are not all here; of KV those up to the first one gone."""
     s.renew_leases(event.requester, now)
     found: tuple[int, ...] = ()
-    if event.kind in s.pools:
-        found = s.kv.match(event.keys) if event.kind == KV else s.cached_features(event.kind, event.keys)
+    if event.kind in s.pools and (event.kind == KV or s.settings.image_cache):
+        found = s.pools[event.kind].match(event.keys)
+    if event.kind != KV and len(found) < len(event.keys):
+        found = ()
     if found:
         s.lend(Lease(event.id, "", event.requester, event.kind, found, now))
     s.send(event.requester, Fetched(event.id, s.settings.name, found, s.generation, tail=event.tail, kind=event.kind))
