@@ -13,7 +13,7 @@ from trinity.stage_kinds import DECODE, PREFILL, all_letters, describe_stages, o
 
 METHODS = ("EPD", "EP+D", "ED+P", "E+P+D", "PD+E")
 _GROUP = re.compile(r"(\d*)([A-Za-z]+)")
-# What a grammar for devices and ranks might have (decision 0135): how it looks, what it asks for, and what to write.
+# What a grammar for devices and ranks might have (decision 0136): how it looks, what it asks for, and what to write.
 _UNBUILT = (
     (
         re.compile(r"@[^+]*"),
