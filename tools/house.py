@@ -30,7 +30,7 @@ from tools import house_source as source  # noqa: E402
 OWN = "trinity"
 SMALL = 80  # lines
 # Their settings are counted; names that say what is served, not how, occur everywhere.
-OWNERS = ("trinity.instance.Instance", "trinity.pipeline.pipeline.Pipeline")
+OWNERS = ("trinity.instance.Instance", "trinity.pipeline.config.PipelineConfig")
 NO_SETTINGS = {"address", "device", "dtype", "instances", "model", "name", "placement", "processor", "roles"}
 STEP = 100  # lines and statements are bounded by the next hundred
 

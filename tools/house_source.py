@@ -403,11 +403,18 @@ def _class_of(modules: Modules, name: str) -> ast.ClassDef | None:
 
 
 def settings_of(modules: Modules, owners: Iterable[str]) -> set[str]:
-    """Names of the settings that classes take: their annotated fields, or keywords of their ``__init__``."""
-    found: set[str] = set()
-    for owner in owners:
-        node = _class_of(modules, owner)
-        for statement in node.body if node else ():
+    """Names of the settings that classes take: fields, their bases' too, or keywords of their ``__init__``."""
+    classes = {
+        node.name: node for each in modules.values() for node in ast.walk(each.tree) if isinstance(node, ast.ClassDef)
+    }
+    left, found, seen = [_class_of(modules, owner) for owner in owners], set[str](), set[str]()
+    while left:
+        node = left.pop()
+        if node is None or node.name in seen:
+            continue
+        seen.add(node.name)
+        left += [classes.get(base.id) for base in node.bases if isinstance(base, ast.Name)]
+        for statement in node.body:
             if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
                 found.add(statement.target.id)
             elif isinstance(statement, ast.FunctionDef) and statement.name == "__init__":

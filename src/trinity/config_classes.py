@@ -96,7 +96,7 @@ def pick_fields(kind: type, source: object) -> dict[str, Any]:
     return {each.name: getattr(source, each.name) for each in dataclasses.fields(kind)}
 
 
-def to_plain(source: object, kind: type | None = None) -> dict[str, Any]:
+def pack_config(source: object, kind: type | None = None) -> dict[str, Any]:
     """Return the fields of a configuration that are not at their defaults, for the wire or a file.
 
     ``kind`` (its own class): whose fields; a class that it inherits.
@@ -105,8 +105,8 @@ def to_plain(source: object, kind: type | None = None) -> dict[str, Any]:
     return {name: value for name, value, default in named if value != default}
 
 
-def from_plain(kind: type[Made], values: Mapping[str, Any]) -> Made:
-    """Make a configuration of what ``to_plain`` gave, decoded. Raises ``ConfigError``."""
+def unpack_config(kind: type[Made], values: Mapping[str, Any]) -> Made:
+    """Make a configuration of what ``pack_config`` gave, decoded. Raises ``ConfigError``."""
     hints = typing.get_type_hints(kind, include_extras=True)
     return kind(**{name: _read_as(name, value, hints.get(name, Any)) for name, value in values.items()})
 

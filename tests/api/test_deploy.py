@@ -11,7 +11,7 @@ import pytest
 
 from support.checkpoint_files import checkpoint
 from support.plans import BEST, plan
-from trinity.config_classes import from_plain
+from trinity.config_classes import unpack_config
 from trinity.connector import Connector
 from trinity.core.scheduler import BatchRules
 from trinity.costs.budgets import StepBudgets
@@ -152,7 +152,7 @@ def test_as_many_steps_are_in_flight_as_the_device_takes(device: str, steps: int
     config = ServingConfig(QUICK, device=device, cache=CacheConfig(pools=POOLS))
     assert loader._complete_spec(config, Instance("EPD"), []).steps_in_flight == steps
     setup = make_setup(Instance("EPD", "EPD0"), config, Connector("shm"), "round_robin")
-    there = from_plain(ServingOptions, setup.serving)
+    there = unpack_config(ServingOptions, setup.serving)
     assert (
         loader._complete_spec(ServingConfig(QUICK, device=there.device), read_instance(setup), []).steps_in_flight
         == steps

@@ -309,14 +309,14 @@ def test_public_names_are_those_of_packages_and_of_the_reference(tmp_path: Path)
 
 
 def test_each_place_that_declares_a_setting_is_counted(tmp_path: Path) -> None:
-    owner = "class Pipe:\n    own: int = 1\n    def __init__(self, a, *, depth=1, _hidden=2): ..."
+    owner = "class Pipe(Base):\n    own: int = 1\n    def __init__(self, a, *, depth=1, _hidden=2): ..."
     other = "class Setup:\n    depth: int\ndef make(x, depth=1): ...\ndef use(depth): ...\nT = {'depth': 1}\nf(depth=3)"
-    modules = tree(tmp_path, a=owner, b=other)
+    modules = tree(tmp_path, a="class Base:\n    kept: int\n" + owner, b=other)
     settings = house_source.settings_of(modules, ["box.a.Pipe", "box.c.None"])
-    assert settings == {"own", "a", "depth"}
+    assert settings == {"kept", "own", "a", "depth"}
     found = house_source.declarations(modules, settings)
-    assert found["depth"] == ["box.a:3", "box.b:1", "box.b:3", "box.b:5"]
-    assert found["own"] == ["box.a:1"]
+    assert found["depth"] == ["box.a:5", "box.b:1", "box.b:3", "box.b:5"]
+    assert found["own"] == ["box.a:3"]
 
 
 def test_private_names_of_others_are_found_and_own_ones_pass(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 import trinity
 from support.paths import ROOT
-from trinity.config_classes import from_plain, help_texts, takes, to_plain
+from trinity.config_classes import help_texts, pack_config, takes, unpack_config
 from trinity.core.instance.settings import Settings
 from trinity.instance import Instance
 from trinity.pipeline.config import PipelineConfig
@@ -148,6 +148,6 @@ def test_a_setting_of_a_new_field_is_a_keyword_reaches_the_instance_and_travels(
     made = Takes("PD", newest=4)
     assert made.config.newest == 4
     assert made.given == {"roles", "newest"}
-    assert from_plain(Grown, to_plain(made.config)) == made.config
+    assert unpack_config(Grown, pack_config(made.config)) == made.config
     with pytest.raises(trinity.ConfigError, match=r"has no keyword 'newst': did you mean 'newest'"):
         Takes("PD", newst=4)  # type: ignore[call-arg]

@@ -17,7 +17,7 @@ import torch
 from msgspec.structs import replace as replace_setup
 
 from support.checkpoint_files import checkpoint
-from trinity.config_classes import from_plain
+from trinity.config_classes import unpack_config
 from trinity.connector import Connector
 from trinity.costs.device_memory import CONTEXT_BYTES, POOL_SHARE
 from trinity.errors import ConfigError
@@ -196,7 +196,7 @@ def test_processes_elsewhere_take_nothing(gpu: Gpu, model: Path) -> None:
 def test_the_memory_of_an_instance_goes_before_the_pipelines_pools(gpu: Gpu, model: Path) -> None:
     """As in threads; a process was sent both, and took the pools."""
     (setup,) = setups(model, [Instance("PD", memory_bytes=20 * GIB)], CacheConfig(pools={"image": 1, "kv": 1}))
-    tenant = loader.describe_tenant(read_instance(setup), from_plain(ServingOptions, setup.serving).cache)
+    tenant = loader.describe_tenant(read_instance(setup), unpack_config(ServingOptions, setup.serving).cache)
     assert (tenant.pools, tenant.memory_bytes) == (None, 20 * GIB)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from trinity.config_classes import from_plain, pick_fields
+from trinity.config_classes import pick_fields, unpack_config
 from trinity.connector import Connector
 from trinity.core.messages import IMAGE, KV
 from trinity.errors import ConfigError, LayoutMismatch
@@ -82,11 +82,11 @@ def make_instance_connector(setup: Setup, secret: bytes) -> Connector:
 
 def read_instance(setup: Setup) -> Instance:
     """Read the settings of the instance. Raises ``ConfigError``."""
-    return from_plain(Instance, setup.instance)
+    return unpack_config(Instance, setup.instance)
 
 
 def _read_config(setup: Setup) -> ServingConfig:
-    serving = from_plain(ServingOptions, setup.serving)
+    serving = unpack_config(ServingOptions, setup.serving)
     model = setup.paced or Path(setup.model)
     return ServingConfig(
         model, shared=True, beside=setup.beside, shelf=setup.shelf, **pick_fields(ServingOptions, serving)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from support.core_tables import emitted
-from trinity.config_classes import from_plain, to_plain
+from trinity.config_classes import pack_config, unpack_config
 from trinity.core.messages import Commit, MediaSpan, Offer, Part, PeerUp, ResolvedSampling, Sampled, Submit, Value, Work
 from trinity.core.scheduler import BatchRules
 from trinity.costs.budgets import StepBudgets, StepCost
@@ -123,8 +123,8 @@ def test_a_setup_travels_with_slo_budgets_and_cost() -> None:
         budgets=StepBudgets(token_budget=9, cost=StepCost.from_samples(prefill={1: 0.1, 5: 0.2})),
     )
     setup = Setup(
-        instance=to_plain(instance),
-        serving=to_plain(serving),
+        instance=pack_config(instance),
+        serving=pack_config(serving),
         epoch=2,
         model="somewhere",
         routes={"kv": RouteConfig("shm")},
@@ -132,7 +132,10 @@ def test_a_setup_travels_with_slo_budgets_and_cost() -> None:
     )
     there = decode(encode(setup))
     assert isinstance(there, Setup)
-    assert (from_plain(Instance, there.instance), from_plain(ServingOptions, there.serving)) == (instance, serving)
+    assert (unpack_config(Instance, there.instance), unpack_config(ServingOptions, there.serving)) == (
+        instance,
+        serving,
+    )
     assert (there.name, there.roles, there.epoch) == ("E0", "EP", 2)
     roofline = Roofline(model=get_model_shape("qwen2-vl-7b"), device=get_device("H100"))
     paced = EmulatedModel(shape=LLAVA_15_7B, cost=roofline)

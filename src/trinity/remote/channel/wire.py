@@ -104,7 +104,7 @@ class RouteConfig(Value, frozen=True):
 class Setup(Value, frozen=True, kw_only=True):
     """Front end to a new instance: what to load and how to run. ``paced`` replaces the checkpoint ``model``.
 
-    ``instance``, ``serving``: its ``Instance`` and the pipeline's ``ServingOptions``, as ``to_plain`` writes them.
+    ``instance``, ``serving``: its ``Instance`` and the pipeline's ``ServingOptions``, as ``pack_config`` writes them.
     ``routes``: transports by kind of block. ``pipeline`` tells this pipeline's instances from those of an earlier one.
     ``config`` is the digest of the front end's copy of the checkpoint's config.json. ``beside``: the pipeline's other
     instances on the same device. ``shelf``: the socket where they leave weights for each other; "": none. ``host``:

@@ -11,7 +11,7 @@ from typing import Literal
 
 import msgspec
 
-from trinity.config_classes import to_plain
+from trinity.config_classes import pack_config
 from trinity.connector import Connector
 from trinity.costs.device_memory import group_by_device
 from trinity.emulation.model import EmulatedModel
@@ -153,8 +153,8 @@ def make_setup(spec: Instance, deployment: ServingConfig, connector: Connector, 
             "which instances measure it, or use hosting='thread'"
         )
     return Setup(
-        instance=to_plain(replace(spec, address=None)),
-        serving=to_plain(deployment, ServingOptions),
+        instance=pack_config(replace(spec, address=None)),
+        serving=pack_config(deployment, ServingOptions),
         model="" if isinstance(deployment.model, EmulatedModel) else str(deployment.model.resolve()),
         paced=deployment.model if isinstance(deployment.model, EmulatedModel) else None,
         routes=make_route_configs(connector, [spec.address]),
