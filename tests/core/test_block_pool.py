@@ -14,8 +14,10 @@ from hypothesis import given, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from trinity.core import block_pool
-from trinity.core.block_pool import FEW_ENTRIES, BlockPool, FreeRuns, blocks_for, media_keys, prefix_keys, uncut_blocks
+from trinity.core.block_pool import FEW_ENTRIES, BlockPool, FreeRuns
 from trinity.core.messages import MediaSpan
+from trinity.core.prefix_cache import media_keys, prefix_keys, uncut_blocks
+from trinity.core.values import blocks_for
 
 SIZE = 12
 

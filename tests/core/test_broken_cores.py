@@ -12,7 +12,6 @@ from support.scenarios import random_cluster
 from support.thinned import thinned
 from support.tight_pools import flood
 from support.virtual.cluster import Durations, VirtualCluster, make_settings
-from trinity.core.block_pool import prefix_keys
 from trinity.core.frontend import FrontendCore
 from trinity.core.instance import admission, arrival, instance_core, lifecycle, steps
 from trinity.core.instance import state as core_state
@@ -24,6 +23,7 @@ from trinity.core.instance.state import State
 from trinity.core.messages import Cancel, Commit, Forget, Offer, Send, Value
 from trinity.core.migration import kv_target, leases, source, target
 from trinity.core.migration import source as kv_source
+from trinity.core.prefix_cache import prefix_keys
 from trinity.core.scheduler import BatchRules
 
 ENOUGH = 1500

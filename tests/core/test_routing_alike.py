@@ -10,8 +10,8 @@ import pytest
 
 from support.core_tables import peer_up, work
 from support.plain_routing import PlainRouter
-from trinity.core.block_pool import DIGEST, media_keys, prefix_keys
 from trinity.core.messages import IMAGE, KV, MediaSpan, PeerLeaving, PeerLoad, PeerReserved, PeerSuspect, PeerUp, Work
+from trinity.core.prefix_cache import DIGEST, media_keys, prefix_keys
 from trinity.core.routing.router import Router, number_of, routing_policy
 
 POLICIES = ("round_robin", "least_loaded", "prefix_hits")

@@ -13,7 +13,6 @@ from support.core_tables import brief, done, emptied, holding, image_offer, make
 from support.emulated_pipelines import MODEL, POOLS
 from support.virtual.cluster import Durations, VirtualCluster, make_settings
 from trinity.core import InstanceCore
-from trinity.core.block_pool import DIGEST, prefix_keys
 from trinity.core.messages import (
     IMAGE,
     KV,
@@ -31,6 +30,7 @@ from trinity.core.messages import (
     Submit,
     Work,
 )
+from trinity.core.prefix_cache import DIGEST, prefix_keys
 from trinity.core.routing.router import LeastLoaded, PrefixHits, RoundRobin, Router, RoutingPolicy, routing_policy
 from trinity.emulation.model import EmulatedRequest
 from trinity.memory.cache_config import CacheConfig

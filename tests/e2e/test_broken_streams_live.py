@@ -16,8 +16,8 @@ from support.checkpoint_files import checkpoint
 from support.pipeline_options import pipeline_options
 from support.shared_launcher import sharing
 from trinity import FailurePolicy
-from trinity.core.block_pool import DIGEST
 from trinity.core.messages import KV
+from trinity.core.prefix_cache import DIGEST
 from trinity.core.scheduler import BatchRules
 from trinity.core.transfers import TransferPolicy
 from trinity.pipeline import Pipeline

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from support.simulations import row, simulator
 from support.virtual.cluster import make_settings
-from trinity.core.block_pool import prefix_keys
+from trinity.core.prefix_cache import prefix_keys
 from trinity.core.transfers import TransferPolicy
 from trinity.errors import ConfigError, TraceError
 from trinity.memory.native import extension

@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 
 from support.virtual.checks import check_forgotten, check_state
 from trinity.core import InstanceCore
-from trinity.core.block_pool import DIGEST, media_keys, prefix_keys
 from trinity.core.failure_policy import NO_RECOVERY
 from trinity.core.frontend import Deliver, End, FrontendCore, FrontendOptions
 from trinity.core.frontend.messages import MoveEnd, Prepare
@@ -56,6 +55,7 @@ from trinity.core.messages import (
     Withdraw,
     Work,
 )
+from trinity.core.prefix_cache import DIGEST, media_keys, prefix_keys
 from trinity.core.routing.router import RoundRobin, RoutingPolicy
 from trinity.core.scheduler import BatchRules
 from trinity.core.transfers import TransferPolicy

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from trinity.core.block_pool import DIGEST, media_keys, prefix_keys
 from trinity.core.messages import IMAGE, KV, MediaSpan, PeerLoad, PeerUp, Work
+from trinity.core.prefix_cache import DIGEST, media_keys, prefix_keys
 from trinity.core.routing.near_hosts import weigh_hosts
 from trinity.core.routing.stage_peers import needs
 

@@ -9,12 +9,12 @@ from random import Random
 from msgspec.structs import replace as replace_value
 
 from support.virtual.cluster import Durations, Faults, VirtualCluster, make_settings
-from trinity.core.block_pool import blocks_for
 from trinity.core.instance.state import Settings
 from trinity.core.messages import MediaSpan, Work
 from trinity.core.routing.router import LeastLoaded, PrefixHits, RoundRobin, RoutingPolicy
 from trinity.core.scheduler import BatchRules, Order
 from trinity.core.transfers import KvMode, TransferPolicy
+from trinity.core.values import blocks_for
 from trinity.stage_kinds import feature_kinds, features_of
 
 PLACEMENTS = (

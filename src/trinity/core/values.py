@@ -223,3 +223,8 @@ class NotTaken(Value, frozen=True):
 
     request: str
     attempt: int
+
+
+def blocks_for(tokens: int, block: int) -> int:
+    """Count the blocks of ``block`` rows that ``tokens`` rows need."""
+    return -(-tokens // block)

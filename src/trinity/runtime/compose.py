@@ -12,10 +12,10 @@ from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
-from trinity.core.block_pool import blocks_for
 from trinity.core.messages import IMAGE, KV, STATE, Encode, Open, Prefill, Sampled, Step, Work
 from trinity.core.routing.router import RoutingPolicy, routing_policy
 from trinity.core.transfers import TransferPolicy
+from trinity.core.values import blocks_for
 from trinity.emulation.model import EmulatedModel
 from trinity.errors import ClosedError, ConfigError
 from trinity.errors.arguments import Count, check_value, show

@@ -12,8 +12,8 @@ from typing import Any
 
 import msgspec
 
-from trinity.core.block_pool import blocks_for
 from trinity.core.messages import IMAGE, KV, STATE, Encode, MediaSpan, Open, Prefill, ResolvedSampling, Step, Work
+from trinity.core.values import blocks_for
 from trinity.costs.budgets import (
     MAX_DECODE_ROWS,
     MAX_PREFILL_TOKENS,

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from trinity.core.block_pool import blocks_for
 from trinity.core.messages import IMAGE, KV, STATE, Encode, Grow, Open, Prefill, Sampled, Step, Work
+from trinity.core.values import blocks_for
 from trinity.errors import StageError
 from trinity.memory.block_memory import BlockMemory
 from trinity.preprocess.processor import ProcessedRequest, RequestProcessor

@@ -16,7 +16,6 @@ from support.core_tables import make_frontend, peer_up, work
 from support.departing import count, run
 from support.moving import POLICY
 from support.virtual.cluster import VirtualCluster, make_settings
-from trinity.core.block_pool import blocks_for
 from trinity.core.frontend import Abort, FrontendCore, decode_moves
 from trinity.core.frontend.decode_moves import (
     ASK_AGAIN_S,
@@ -43,6 +42,7 @@ from trinity.core.messages import (
     Submit,
     Value,
 )
+from trinity.core.values import blocks_for
 
 PEERS = "P0 D0 D1 D2"
 GOES = PeerLeaving("D0", 0, leaving=True)

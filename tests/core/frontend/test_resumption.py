@@ -11,7 +11,6 @@ from support.core_tables import brief, holding, peer_up, work
 from support.recovering import AT_D0, emit, end_of, recovering, table, told
 from support.virtual.cluster import Durations, VirtualCluster, make_settings
 from support.virtual.lives import Kill
-from trinity.core.block_pool import DIGEST, prefix_keys
 from trinity.core.failure_policy import FailurePolicy
 from trinity.core.frontend import dispatch
 from trinity.core.frontend.resumption import Prefilled, find_cached
@@ -28,6 +27,7 @@ from trinity.core.messages import (
     Submit,
     Work,
 )
+from trinity.core.prefix_cache import DIGEST, prefix_keys
 from trinity.core.routing.router import RoundRobin, Router
 
 TEXT = work("r", 16)

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 import pytest
 
 from support.core_tables import brief, make_core, work
-from trinity.core.block_pool import Key
 from trinity.core.instance.leading_text import find_leading_chunk
 from trinity.core.instance.phases import Phase
 from trinity.core.instance.request_state import RequestState
 from trinity.core.messages import Submit
+from trinity.core.prefix_cache import Key
 from trinity.core.scheduler import BatchRules, EncodeView, LeadingChunk, PrefillView, View, schedule
 
 OF = work("r", 10, "cat", 2)

@@ -11,7 +11,7 @@ from support.core_tables import done, kv_offer, make_core, peer_up, sent, work
 from support.emulated_pipelines import MODEL, POOLS
 from support.scenarios import Linear
 from trinity.core import InstanceCore
-from trinity.core.block_pool import DIGEST, BlockPool, media_keys, prefix_keys
+from trinity.core.block_pool import BlockPool
 from trinity.core.instance.loads import load_of, queued
 from trinity.core.instance.rates import StepRates, units
 from trinity.core.messages import (
@@ -33,6 +33,7 @@ from trinity.core.messages import (
     Submit,
     Tick,
 )
+from trinity.core.prefix_cache import DIGEST, media_keys, prefix_keys
 from trinity.core.routing.router import LeastLoaded, RoundRobin, Router
 from trinity.core.scheduler import BatchRules
 from trinity.core.transfers import PullTimes, TransferPolicy

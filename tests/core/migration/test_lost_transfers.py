@@ -15,7 +15,6 @@ from support.every_order import Search
 from support.virtual.cluster import Durations, VirtualCluster, make_settings
 from support.virtual.lives import Kill
 from trinity.core import InstanceCore
-from trinity.core.block_pool import DIGEST, prefix_keys
 from trinity.core.failure_policy import FailurePolicy
 from trinity.core.instance.request_state import RequestState
 from trinity.core.instance.state import State
@@ -37,6 +36,7 @@ from trinity.core.messages import (
     Withdraw,
 )
 from trinity.core.migration import lost_transfers
+from trinity.core.prefix_cache import DIGEST, prefix_keys
 from trinity.core.scheduler import BatchRules
 from trinity.core.transfers import TransferPolicy
 

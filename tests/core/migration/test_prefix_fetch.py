@@ -16,7 +16,6 @@ from support.every_order import Search
 from support.virtual.checks import check_state
 from support.virtual.cluster import make_settings
 from trinity.core import InstanceCore
-from trinity.core.block_pool import prefix_keys
 from trinity.core.failure_policy import FailurePolicy
 from trinity.core.frontend.resumption import name_holder
 from trinity.core.instance import arrival
@@ -46,6 +45,7 @@ from trinity.core.messages import (
     Work,
 )
 from trinity.core.migration import prefix_fetch
+from trinity.core.prefix_cache import prefix_keys
 from trinity.core.routing.router import Router
 from trinity.core.scheduler import BatchRules
 from trinity.core.transfers import TransferPolicy

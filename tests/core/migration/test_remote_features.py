@@ -14,7 +14,6 @@ from support.core_tables import brief, done, emptied, holding, image_offer, lost
 from support.scenarios import random_durations, random_faults
 from support.virtual.cluster import VirtualCluster, make_settings
 from trinity.core import InstanceCore
-from trinity.core.block_pool import media_keys
 from trinity.core.messages import (
     IMAGE,
     Cancel,
@@ -38,6 +37,7 @@ from trinity.core.messages import (
     Tick,
     Work,
 )
+from trinity.core.prefix_cache import media_keys
 from trinity.core.transfers import TransferPolicy
 
 STILL: dict[str, Any] = {"lease_s": 10.0, "report_s": inf}

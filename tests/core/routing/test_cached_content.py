@@ -5,9 +5,9 @@ from __future__ import annotations
 from random import Random
 
 from support.core_tables import holding, peer_up, work
-from trinity.core import block_pool
-from trinity.core.block_pool import DIGEST, each_prefix_key, prefix_keys
+from trinity.core import prefix_cache
 from trinity.core.messages import IMAGE, KV, PeerLoad
+from trinity.core.prefix_cache import DIGEST, each_prefix_key, prefix_keys
 from trinity.core.routing import cached_content
 from trinity.core.routing.cached_content import CachedContent
 from trinity.core.routing.router import PrefixHits, Router
@@ -83,7 +83,7 @@ def test_keys_are_made_once_for_all_instances_and_no_further_than_somebody_has_t
 def test_prefix_keys_are_each_of_them() -> None:
     asked = work("r", 3, "cat*4", 9)
     assert prefix_keys(asked.prompt, asked.media, 4, "s") == list(
-        block_pool.each_prefix_key(asked.prompt, asked.media, 4, "s")
+        prefix_cache.each_prefix_key(asked.prompt, asked.media, 4, "s")
     )
     assert len(prefix_keys(asked.prompt, asked.media, 4)) == 4
 

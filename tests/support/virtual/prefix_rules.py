@@ -18,7 +18,6 @@ from collections.abc import Mapping, Sequence
 
 from support.virtual.shadow import Shadow, Tag
 from trinity.core import InstanceCore
-from trinity.core.block_pool import Key, prefix_keys
 from trinity.core.messages import (
     KV,
     Commit,
@@ -36,6 +35,7 @@ from trinity.core.messages import (
     Value,
     Work,
 )
+from trinity.core.prefix_cache import Key, prefix_keys
 
 Written = tuple[str, str, int]  # instance, request and block of what a prefill writes
 

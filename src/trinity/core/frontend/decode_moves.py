@@ -26,7 +26,6 @@ from collections.abc import Iterator, Mapping
 from math import inf
 from typing import NamedTuple
 
-from trinity.core.block_pool import blocks_for
 from trinity.core.frontend.frontend_request import FrontendRequest
 from trinity.core.frontend.messages import MoveEnd, MoveRequest
 from trinity.core.frontend.resumption import Prefilled
@@ -34,6 +33,7 @@ from trinity.core.frontend.suspicion import Life
 from trinity.core.messages import KV, Failure, Move, Moved, NotMoved, PeerUp, Send, Value
 from trinity.core.routing.router import Router
 from trinity.core.routing.stage_peers import needs
+from trinity.core.values import blocks_for
 from trinity.stage_kinds import DECODE, roles_of
 
 JUDGE_AGAIN_S = 0.05  # between two looks at those that are left

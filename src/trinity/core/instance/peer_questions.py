@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trinity.core.block_pool import Key
 from trinity.core.instance.request_state import RequestState
 from trinity.core.messages import KV, WORK, Offer
+from trinity.core.prefix_cache import Key
 
 
 class SiblingWords:

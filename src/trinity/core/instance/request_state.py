@@ -9,7 +9,6 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from trinity.core.block_pool import Key
 from trinity.core.instance.decode_batch import DecodeBatch
 from trinity.core.instance.phases import SPAN, Phase
 from trinity.core.messages import (
@@ -25,6 +24,7 @@ from trinity.core.messages import (
     Ready,
     Work,
 )
+from trinity.core.prefix_cache import Key
 from trinity.stage_kinds import features_of
 
 COPIED = "copied"  # end of what was offered to be cached alone

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from trinity.core.block_pool import blocks_for
 from trinity.core.instance.request_state import RequestState
 from trinity.core.instance.state import State
 from trinity.core.messages import KV, STATE, Work
 from trinity.core.routing.stage_peers import kv_tokens
+from trinity.core.values import blocks_for
 from trinity.stage_kinds import roles_of
 
 EXTRA_BLOCKS = 1  # blocks beyond those of its text that a request is admitted with

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable
 from math import inf
 
-from trinity.core.block_pool import BlockPool, Key, blocks_for, media_keys, prefix_keys, uncut_blocks
+from trinity.core.block_pool import BlockPool
 from trinity.core.instance.decode_batch import DecodeBatch
 from trinity.core.instance.lanes import Flights, StepInFlight
 from trinity.core.instance.peer_questions import HomeFetch, PrefixFetches, Siblings
@@ -39,8 +39,10 @@ from trinity.core.messages import (
     Value,
     Work,
 )
+from trinity.core.prefix_cache import Key, media_keys, prefix_keys, uncut_blocks
 from trinity.core.routing.router import Router
 from trinity.core.transfers import PullTimes, TokenRate
+from trinity.core.values import blocks_for
 from trinity.stage_kinds import encoder_of, roles_of
 
 

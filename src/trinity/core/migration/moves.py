@@ -9,13 +9,13 @@ decodes to each other cannot wait for each other (decision 0078).
 
 from __future__ import annotations
 
-from trinity.core.block_pool import blocks_for
 from trinity.core.instance.lifecycle import end
 from trinity.core.instance.phases import Phase
 from trinity.core.instance.request_state import REFUSED, UNPULLED, Lease, RequestState
 from trinity.core.instance.state import State, failure
 from trinity.core.messages import KV, Caught, Failure, Move, NotMoved, Part, Withdraw
 from trinity.core.migration.source import announce, commit, drop_copy, drop_offer, lend_copy, lend_to
+from trinity.core.values import blocks_for
 from trinity.stage_kinds import DECODE
 
 WORTH_COPYING_S = 0.01  # of a pull that is worth to go ahead of a move

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from trinity.core.block_pool import blocks_for
 from trinity.core.instance.company import nowhere
 from trinity.core.instance.helpers import take_answer
 from trinity.core.instance.lanes import StepInFlight
@@ -29,6 +28,7 @@ from trinity.core.messages import (
 from trinity.core.migration.remote_features import remember_skipped
 from trinity.core.routing.router import BadChoice
 from trinity.core.transfers import LEAST_FIXED_S, UNKNOWN_GROUPS, group_layers, is_worth_streaming
+from trinity.core.values import blocks_for
 from trinity.stage_kinds import DECODE, PREFILL, taker_of
 
 

@@ -9,7 +9,6 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
-from trinity.core.block_pool import blocks_for
 from trinity.core.instance.company import find_company
 from trinity.core.instance.front_ends import refuse_offer
 from trinity.core.instance.lifecycle import conclude_if_quiet, end, queue_prefill, release
@@ -37,6 +36,7 @@ from trinity.core.migration.remote_features import (
     pull_features,
     skipped_record,
 )
+from trinity.core.values import blocks_for
 
 
 def handle_offer(s: State, event: Offer, now: float) -> None:

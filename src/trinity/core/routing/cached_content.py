@@ -9,8 +9,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from trinity.core.block_pool import DIGEST, Key, each_prefix_key, media_keys
 from trinity.core.messages import KV, MediaSpan, PeerLoad, PeerUp, Work
+from trinity.core.prefix_cache import DIGEST, Key, each_prefix_key, media_keys
 from trinity.core.routing.stage_peers import InstanceKind, Slots, StagePeers, kind_of
 from trinity.stage_kinds import block_kinds, features_of, roles_of, stages_on
 

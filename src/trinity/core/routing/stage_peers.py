@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import cached_property
 from typing import Self
 
-from trinity.core.block_pool import blocks_for
 from trinity.core.messages import KV, PeerUp, Work
+from trinity.core.values import blocks_for
 from trinity.stage_kinds import features_of, roles_of, stage_of, stages_on
 
 SPARE_SLOTS = 64  # beside two of each instance: numbers of those that are gone, before all are numbered anew
