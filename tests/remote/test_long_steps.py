@@ -16,9 +16,8 @@ from remote.supervision.test_supervisor_core import core_of, table
 from remote.test_supervision import emulated
 from support.emulated_pipelines import LIVENESS_S, asked, check, serve
 from support.freezing import freeze
-from trinity.remote import session as session_module
+from trinity.remote import worker as session_module
 from trinity.remote.channel.wire import AtStep, decode
-from trinity.remote.session import InstanceSession
 from trinity.remote.supervision.supervised_lives import SUSPECT_S
 from trinity.remote.supervision.supervisor_core import (
     LEAVING_SILENCE_S,
@@ -29,6 +28,7 @@ from trinity.remote.supervision.supervisor_core import (
     find_step_limit,
 )
 from trinity.remote.supervision.supervisor_messages import Down, Event, Fence, Quiet, Retire, Separate, Suspect
+from trinity.remote.worker import InstanceWorker
 
 SILENCE_S, BEAT_S, WATCH_S = 20.0, 1.0, 0.5
 KNOWN_S = 12.0  # of a step that is long by its prediction
@@ -191,7 +191,7 @@ async def told(
         if clock.now > until:
             raise Over
 
-    session = InstanceSession(b"s" * 32, "unix:/nowhere", asyncio.Event())
+    session = InstanceWorker(b"s" * 32, "unix:/nowhere", asyncio.Event())
     session.loop = cast(Any, SimpleNamespace(time=lambda: clock.now))
     monkeypatch.setattr(session_module, "asyncio", SimpleNamespace(sleep=sleep))
     channel = Channel(lambda: clock.now)
@@ -235,7 +235,7 @@ async def test_of_two_steps_the_one_that_may_be_silent_for_longest_is_told(monke
 
 
 async def test_a_step_that_begins_does_not_hide_one_that_may_be_silent_for_longer() -> None:
-    session = InstanceSession(b"s" * 32, "unix:/nowhere", asyncio.Event())
+    session = InstanceWorker(b"s" * 32, "unix:/nowhere", asyncio.Event())
     channel, steps = Channel(), dict[tuple[str, int], float]()
     session.host = cast(Any, SimpleNamespace(predict_steps=lambda: steps))
     session._frontend = cast(Any, channel)

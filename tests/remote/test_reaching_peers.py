@@ -18,7 +18,7 @@ from trinity.remote.channel.channel import Address, Channel
 from trinity.remote.channel.handshake import GREETING, MAGIC, NEEDS_TLS, PROOF, VERSION, shake_hands
 from trinity.remote.channel.listener import listen
 from trinity.remote.channel.wire import Hello, InstanceInfo, encode
-from trinity.remote.session import InstanceSession
+from trinity.remote.worker import InstanceWorker
 
 Peer = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 TRIES = 12  # more than connect() makes by itself
@@ -67,7 +67,7 @@ async def failing(peer: Peer, address: Address) -> AsyncIterator[list[int]]:
     Path(address.path).unlink(missing_ok=True)
 
 
-class ReachingSession(InstanceSession):
+class ReachingSession(InstanceWorker):
     """One that has reached its peer once it serves it."""
 
     reached: str = ""

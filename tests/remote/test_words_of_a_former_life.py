@@ -9,9 +9,9 @@ from typing import Any, cast
 from trinity.core.messages import Cancel, PeerDown, Value
 from trinity.remote.channel.channel import Channel
 from trinity.remote.channel.wire import AtStep, Setup, encode
-from trinity.remote.session import InstanceSession
 from trinity.remote.supervision.instance_client import InstanceClient
 from trinity.remote.supervision.supervisor_messages import Event, Lost
+from trinity.remote.worker import InstanceWorker
 from trinity.timeline import Timeline
 
 D0 = cast(Setup, SimpleNamespace(name="D0", epoch=0))
@@ -50,7 +50,7 @@ class Heard(list[Value]):
 def test_what_a_dropped_peer_had_said_is_not_heard_after_its_loss() -> None:
     async def run() -> list[Value]:
         line, heard = Line(), Heard()
-        session = InstanceSession(b"s" * 32, "unix:/nowhere", asyncio.Event())
+        session = InstanceWorker(b"s" * 32, "unix:/nowhere", asyncio.Event())
         session.host = cast(Any, heard)
         session.connector = cast(Any, SimpleNamespace(forget=lambda name: None))
         line.say(Cancel("a"))

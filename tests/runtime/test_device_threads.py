@@ -263,7 +263,7 @@ THREADS: dict[tuple[str, str], Any] = {
     ("remote/ray/ray_driver.py", "remove_placement_group"): NONE,
     ("remote/instance_loading.py", "hold_instance_weights"): NONE,  # nothing on a GPU: ``fits_beside``
     ("remote/instance_loading.py", "identify_model"): NONE,
-    ("remote/session.py", "identify_model"): NONE,
+    ("remote/worker.py", "identify_model"): NONE,
     ("remote/instance_loading.py", "known_whole_digest"): NONE,
     ("remote/instance_loading.py", "load_instance"): loading,
     ("remote/instance_loading.py", "prepare_transports"): NONE,

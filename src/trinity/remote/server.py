@@ -1,4 +1,4 @@
-"""Server of an instance process: listens, and serves one pipeline at a time, each in a session of its own.
+"""Server of an instance process: listens, and serves one pipeline at a time, each with a worker of its own.
 
     TRINITY_SECRET=... trinity instance --listen tcp:127.0.0.1:7000
 
@@ -31,7 +31,7 @@ from trinity.remote.channel.listener import listen
 from trinity.remote.channel.tls import TLS_FILES, TLSConfig, join_files
 from trinity.remote.channel.wire import Attach, Hello, InstanceFailure, Setup, decode, encode
 from trinity.remote.fellow_front_ends import START_FIRST, refuse
-from trinity.remote.session import InstanceSession
+from trinity.remote.worker import InstanceWorker
 from trinity.transport.ucx_environment import take_interface_of
 
 logger = logging.getLogger("trinity")
@@ -45,7 +45,7 @@ INTERRUPTED = 130  # the exit code of a program that Ctrl-C ended
 
 
 class InstanceServer:
-    """Hands connections to the session of the pipeline that is served now.
+    """Hands connections to the worker of the pipeline that is served now.
 
     - ``secret`` (bytes): shared with the pipeline and its other instances.
     - ``once`` (True): end after the first pipeline.
@@ -66,7 +66,7 @@ class InstanceServer:
         self._on_setup = on_setup
         self.secret, self.once, self.model, self.tls = secret, once, model, tls
         self.ended = asyncio.Event()
-        self.session: InstanceSession | None = None
+        self.worker: InstanceWorker | None = None
         self._address = ""
         self._turn = asyncio.Lock()
         self._waiting = False
@@ -88,10 +88,10 @@ class InstanceServer:
                 await self._serve(channel)
             elif isinstance(hello, Hello) and is_frontend(hello.name):
                 await self._attach(channel, hello.name)
-            elif self.session is not None:
-                await self.session.greet(channel)
+            elif self.worker is not None:
+                await self.worker.greet(channel)
         except (TransportError, TimeoutError) as error:
-            name = self.session.hello.name if self.session is not None else "an idle instance"
+            name = self.worker.hello.name if self.worker is not None else "an idle instance"
             logger.warning("a control channel of %s was dropped: %s", name, error or "no message came in time")
         finally:
             channel.abort()
@@ -101,7 +101,7 @@ class InstanceServer:
             setup = decode(await channel.receive())
         if not isinstance(setup, Setup):
             raise HandshakeError("the front end must send its Setup first", "control")
-        if self._waiting or (self.session is not None and not self.session.leaving):
+        if self._waiting or (self.worker is not None and not self.worker.leaving):
             text = f"the instance at {self._address} serves another pipeline: close that, or start another instance"
             channel.send(encode(InstanceFailure("OfferRefused", text, "busy")))
             return await channel.aclose()
@@ -109,25 +109,25 @@ class InstanceServer:
         self._on_setup(setup.name)
         async with self._turn:
             self._waiting = False
-            await self._session(channel, setup)
+            await self._work_for(channel, setup)
 
     async def _attach(self, channel: Channel, name: str) -> None:
-        """Have the session serve one more front end."""
+        """Have the worker serve one more front end."""
         async with asyncio.timeout(TIMEOUT_S):
             said = decode(await channel.receive())
         if not isinstance(said, Attach) or said.name != name:
             raise HandshakeError(f"{name} must say first that it attaches", "control")
-        if self.session is None:
+        if self.worker is None:
             await refuse(channel, f"the instance at {self._address} serves no pipeline: {START_FIRST}", "idle")
         else:
-            await self.session.fellows.attach(channel, said)
+            await self.worker.fellows.attach(channel, said)
 
-    async def _session(self, channel: Channel, setup: Setup) -> None:
-        self.session = InstanceSession(self.secret, self._address, self.ended, self.model, self.tls)
+    async def _work_for(self, channel: Channel, setup: Setup) -> None:
+        self.worker = InstanceWorker(self.secret, self._address, self.ended, self.model, self.tls)
         try:
-            await self.session.serve(channel, setup)
+            await self.worker.serve(channel, setup)
         finally:
-            pools, self.session = self.session.pools, None
+            pools, self.worker = self.worker.pools, None
             if self.once:
                 self.ended.set()
             else:

@@ -42,7 +42,7 @@ from trinity.pipeline import Pipeline
 from trinity.remote.channel import channel as channels
 from trinity.remote.channel.request_faults import encode_all, end_requests, requests_in, requests_of
 from trinity.remote.channel.wire import UnsendableMessage, decode, encode
-from trinity.remote.session import REPORT_BACKLOG, InstanceSession
+from trinity.remote.worker import REPORT_BACKLOG, InstanceWorker
 from trinity.request import Sampling
 
 WORK = Work(request="r", prompt=(1, 2), attempt=3)
@@ -180,8 +180,8 @@ class Line:
         self.sent.append(decode(frame))
 
 
-async def session(core: InstanceCore, frontend: Line, **peers: Line) -> InstanceSession:
-    made = InstanceSession(b"s" * 32, "unix:nowhere", asyncio.Event())
+async def session(core: InstanceCore, frontend: Line, **peers: Line) -> InstanceWorker:
+    made = InstanceWorker(b"s" * 32, "unix:nowhere", asyncio.Event())
     made.host = cast(Any, SimpleNamespace(core=core))
     made.hello = msgspec.structs.replace(made.hello, name=core.settings.name)
     made._frontend, made._peers = cast(Any, frontend), cast(Any, peers)

@@ -1,4 +1,4 @@
-"""Session of an instance process: loads an instance and serves one pipeline with it over control channels.
+"""InstanceWorker: loads an instance in a process of its own and serves one pipeline with it over control channels.
 
 The pipeline connects first, says what to load, and introduces the peers, which then connect to each other.
 """
@@ -65,7 +65,7 @@ ANNOUNCE_S = 0.2  # for the loop to send a word ahead of a long step
 MAX_SLICES = 50_000  # of the timeline, which is sent to the front end in one frame at the end
 
 
-class InstanceSession:
+class InstanceWorker:
     """An instance serving one pipeline: its host, a channel to the front end, and one to each peer.
 
     - ``secret`` (bytes): authenticates every channel.
