@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from support.audio_stage import audio_stage
 from trinity.costs.budgets import StepBudgets
 from trinity.costs.cluster import Cluster
 from trinity.costs.emulated_cost import LinearCost
@@ -181,3 +182,26 @@ def test_items_with_work_of_their_own_are_replayed_on_the_cores() -> None:
     ]
     assert points[0].attainment == points[1].attainment
     assert serve.point(trace, SLO(1.0, 0.1), None) is None  # type: ignore[attr-defined]
+
+
+# ---------------------------------------------------------------- a stage that is not built
+
+
+def test_a_fourth_stage_encodes_the_clips() -> None:
+    asked: list[dict[str, Any]] = [
+        {"images": [TraceImage(width=280, height=280)]},
+        {"audio": [TraceAudio(seconds=2.0)]},
+        {},
+    ]
+    trace = Trace([row(0.2 * number, **asked[number % 3]) for number in range(30)])
+    with audio_stage():
+        plain = simulator(OMNI, 4)
+        assert "EAPD" in plain.why_python("E+A+P+D", trace=trace)
+        found, both = plain.replay(trace, "E+A+P+D"), simulator(OMNI, 2).replay(trace, "EA+PD")
+        assert plain.settings("E+A+P+D")[1].pools.keys() == {"audio"}
+    ended = [*found.outcomes, *both.outcomes]
+    assert [(len(each.itl_s), each.finish_reason) for each in ended] == [(1, "length")] * 60
+    assert found.busy_s["A0"].keys() == {"A"}
+    assert found.busy_s["A0"]["A"] > 0
+    assert found.moved_bytes["image"] == 2 * found.moved_bytes["audio"] > 0
+    assert both.moved_bytes == {**found.moved_bytes, "kv": 0}

@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 import msgspec
 
-from trinity.core.messages import IMAGE, KV, STATE
+from trinity.core.messages import KV, STATE
 from trinity.errors import ConfigError
-from trinity.stage_kinds import all_letters, roles_of
+from trinity.stage_kinds import all_letters, block_kinds, feature_kinds, roles_of
 
 BESIDE_SHARE = 0.5  # of free memory, for weights that are there twice while one life follows another
 IMAGE_SHARE = 0.1  # of the memory left by the weights, where an instance has both pools
@@ -32,7 +32,7 @@ def size_pools(
 
     E and P hold images, P and D hold KV. Where an instance holds both, images get ``image_share`` of the memory left by
     the weights, at least one block, and KV the rest. States, of a model whose layers keep some, are with the KV: one
-    block for each ``KV_PER_STATE`` blocks of it, at least one.
+    block for each ``KV_PER_STATE`` blocks of it, at least one. Features of other encoders are sized as images are.
 
     roles: letters of the instance's stages, such as "E" or "PD".
     memory_bytes (bytes): memory that the instance may use, weights included.
@@ -47,18 +47,19 @@ def size_pools(
         raise ConfigError(f"roles must be letters of {all_letters()}, got {roles!r}")
     if not 0 < image_share < 1:
         raise ConfigError(f"image_share must lie between 0 and 1, got {image_share!r}")
-    sizes, held = {IMAGE: image_block_bytes, KV: kv_block_bytes, STATE: state_block_bytes}, roles_of(roles).kinds
-    block_bytes = {kind: size for kind, size in sizes.items() if size is not None and kind in held}
+    does = roles_of(roles)
+    sizes = {**dict.fromkeys(feature_kinds(), image_block_bytes), KV: kv_block_bytes, STATE: state_block_bytes}
+    block_bytes = {kind: size for kind in block_kinds() if kind in does.kinds and (size := sizes[kind]) is not None}
     free = memory_bytes - weight_bytes
     _check_room(roles, memory_bytes, weight_bytes, sum(block_bytes.values()))
-    if len(block_bytes) < 2:
-        return {kind: free // size for kind, size in block_bytes.items()}
+    features = [kind for kind in block_bytes if kind in does.features]
+    if KV not in block_bytes or len(block_bytes) < 2:
+        return {kind: free // len(block_bytes) // size for kind, size in block_bytes.items()}
     pools: dict[str, int] = {}
-    if IMAGE in block_bytes:
-        beside = sum(size for kind, size in block_bytes.items() if kind != IMAGE)
-        most_images = (free - beside) // block_bytes[IMAGE]
-        pools[IMAGE] = min(max(1, int(free * image_share) // block_bytes[IMAGE]), most_images)
-        free -= pools[IMAGE] * block_bytes[IMAGE]
+    for kind in features:
+        beside = sum(size for other, size in block_bytes.items() if other != kind and other not in pools)
+        pools[kind] = min(max(1, int(free * image_share) // block_bytes[kind]), (free - beside) // block_bytes[kind])
+        free -= pools[kind] * block_bytes[kind]
     if STATE in block_bytes:
         pools[STATE] = max(1, free // (block_bytes[STATE] + KV_PER_STATE * block_bytes[KV]))
         free -= pools[STATE] * block_bytes[STATE]

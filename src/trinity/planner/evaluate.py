@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from trinity.core.messages import IMAGE, KV
+from trinity.core.messages import KV
 from trinity.errors import TraceTooShort
 from trinity.planner.candidates import Deployment
 from trinity.planner.confirmation import CoreResult
@@ -19,7 +19,7 @@ from trinity.planner.search import SearchResult
 from trinity.planner.trials import rate_of, step_of
 from trinity.simulation.rate_sweep import InstanceUsage
 from trinity.simulation.simulator import Replay
-from trinity.stage_kinds import all_letters, stage_kinds
+from trinity.stage_kinds import all_letters, feature_kinds, stage_kinds
 from trinity.traces.goodput import RequestOutcome
 from trinity.traces.trace import SLO, SLO_RULES, SLORule, Trace
 
@@ -145,7 +145,7 @@ def find_busiest_stage(
 
 def _memory(case: PlanningProblem, deployment: Deployment, seen: InstanceUsage | Replay) -> dict[str, dict[str, float]]:
     model = case.hardware.model
-    block = {IMAGE: model.feature_bytes * IMAGE_BLOCK, KV: model.kv_bytes * KV_BLOCK}
+    block = {**dict.fromkeys(feature_kinds(), model.feature_bytes * IMAGE_BLOCK), KV: model.kv_bytes * KV_BLOCK}
     found: dict[str, dict[str, float]] = {}
     for name, roles in deployment.placement.instances():
         found[name] = {"weights": float(model.weight_bytes(roles))}

@@ -16,7 +16,6 @@ from trinity.core.frontend import Deliver, End, FrontendOptions
 from trinity.core.instance.state import Settings
 from trinity.core.messages import (
     FRONTEND,
-    IMAGE,
     KV,
     STATE,
     LayersWritten,
@@ -38,7 +37,7 @@ from trinity.costs.model_shape import ModelShape
 from trinity.costs.step_cost import CostModel
 from trinity.simulation.event_loop import EventLoop
 from trinity.simulation.workload import OUTPUT, Job, asked_tokens, work_of
-from trinity.stage_kinds import DECODE, KINDS_OF_WORK, KindOfWork, count_alone, stage_of
+from trinity.stage_kinds import DECODE, KINDS_OF_WORK, KindOfWork, block_kinds, count_alone, feature_kinds, stage_of
 from trinity.timeline import Slice
 
 StepCounts = tuple[int, int, int]  # decodes, prefill tokens, visual tokens of a step
@@ -77,8 +76,9 @@ class SimulatedInstance:
         self.busy = dict.fromkeys(core.settings.roles, 0.0)
         self.peak = dict.fromkeys(core.settings.pools, 0)
         own = core.settings
-        self.block_rows = {IMAGE: own.image_block_size, KV: own.kv_block_size, STATE: 1}
-        self.row_bytes = {IMAGE: model.feature_bytes, KV: model.kv_bytes, STATE: model.state_bytes}
+        features = feature_kinds()
+        self.block_rows = {**dict.fromkeys(features, own.image_block_size), KV: own.kv_block_size, STATE: 1}
+        self.row_bytes = {**dict.fromkeys(features, model.feature_bytes), KV: model.kv_bytes, STATE: model.state_bytes}
         self._decoded: tuple[str, ...] = ()
         self._context = 0
 
@@ -188,7 +188,7 @@ class SimulatedCluster(EventLoop):
         self.ended = 0.0
         self.switches: list[Switch] = []
         self.past_preemptions = 0  # at lives that a switch has ended
-        self.moved = {IMAGE: 0, KV: 0} | ({STATE: 0} if model.states else {})
+        self.moved = {kind: 0 for kind in block_kinds() if kind != STATE or model.states}
         self.timeline: list[Slice] | None = [] if record else None
         for number, job in enumerate(jobs):
             following = next(self._sequence)

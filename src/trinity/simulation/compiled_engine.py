@@ -28,7 +28,7 @@ from trinity.costs.step_cost import CostTables, Roofline
 from trinity.errors import ConfigError
 from trinity.memory.native import extension
 from trinity.simulation.compiled_workload import CompiledWorkload, Floats, Ints, rows_of
-from trinity.stage_kinds import KindOfWork, stage_of
+from trinity.stage_kinds import KindOfWork, all_letters, stage_kinds, stage_of
 from trinity.traces.trace import SLO
 
 SPAN_SLACK = 1.1  # times the span of the arrivals, of which a load is at most
@@ -110,6 +110,8 @@ class CompiledReplay:
 
 def why_unavailable() -> str:
     """Return the reason why the compiled engine is unavailable here; "" where it is there."""
+    if sorted(kind.work for kind in stage_kinds()) != sorted(STAGES):
+        return f"it knows no other stages than E, P and D, and these are {all_letters()}"
     if extension is None:
         return "the extension is not built, or is of another version: `pip install` builds it where a compiler is found"
     built = getattr(extension, "SIMULATOR", 0)
