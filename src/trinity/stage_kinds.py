@@ -95,7 +95,7 @@ _table: tuple[StageKind, ...] = (ENCODE, PREFILL, DECODE)
 
 @dataclass(frozen=True)
 class Roles:
-    """Describes what an instance with these ``letters`` does.
+    """Describes what an instance with some letters does.
 
     - ``encodes``, ``prefills``, ``decodes``: whether its steps have such rows.
     - ``kinds``: kinds of block that it holds. ``features``: those of them that encoders make.
@@ -103,7 +103,6 @@ class Roles:
     - ``parts``: parts of the model whose weights it has.
     """
 
-    letters: str
     encodes: bool
     prefills: bool
     decodes: bool
@@ -137,7 +136,7 @@ def roles_of(letters: str) -> Roles:
     encoded = frozenset(block for kind in kinds if kind.work == "media" for block in kind.makes)
     parts = frozenset(kind.part for kind in kinds)
     features = held & feature_kinds()
-    return Roles(letters, "media" in work, "prefill" in work, "decodes" in work, held, features, encoded, parts)
+    return Roles("media" in work, "prefill" in work, "decodes" in work, held, features, encoded, parts)
 
 
 def stage_kinds() -> tuple[StageKind, ...]:
