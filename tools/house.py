@@ -153,7 +153,7 @@ def name_figures(modules: source.Modules, root: Path) -> list[Figure]:
         Figure(
             "places that declare a setting: median / most",
             f"{statistics.median(counts):g} / {counts[0]}" if counts else "–",
-            sum(counts) if counts else None,
+            sum(each - 1 for each in counts) if counts else None,  # a new setting has one
             found=[f"{name}: {', '.join(found)}" for name, *found in told],
         ),
         counted("names with two meanings", repeated, limit=0),

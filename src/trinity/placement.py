@@ -14,6 +14,7 @@ from trinity.stage_kinds import DECODE, PREFILL, all_letters, describe_stages, o
 METHODS = ("EPD", "EP+D", "ED+P", "E+P+D", "PD+E")
 _GROUP = re.compile(r"(\d*)([A-Za-z]+)")
 # What a grammar for devices and ranks might have (decision 0136): how it looks, what it asks for, and what to write.
+LONGEST_READ = 80  # characters: a longer text is no placement that a person wrote
 _UNBUILT = (
     (
         re.compile(r"@[^+]*"),
@@ -130,7 +131,7 @@ class Placement:
 
 def _refuse_unbuilt(text: str) -> None:
     """Refuse by name what placements might say one day, and do not."""
-    for pattern, what, instead in _UNBUILT:
+    for pattern, what, instead in _UNBUILT if len(text) <= LONGEST_READ else ():
         found = pattern.search(text)
         if found is not None:
             raise PlacementError(

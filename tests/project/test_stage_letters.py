@@ -21,7 +21,7 @@ METHODS = {  # names of disaggregation methods, and the default placement, which
 }
 DEFAULT, DEFAULTS = (
     "EPD",
-    {"pipeline/pipeline.py": 1, "server/batch.py": 1, "server/command.py": 1}
+    {"pipeline/config.py": 1, "server/batch.py": 1, "server/command.py": 1}
     | {
         "bench/commands.py": 2,
         "bench/servers.py": 1,
