@@ -12,7 +12,7 @@ from trinity.errors.arguments import Whole, check_arguments, check_call, show
 from trinity.stage_kinds import DECODE, PREFILL, all_letters, describe_stages, order_letters, roles_of
 
 METHODS = ("EPD", "EP+D", "ED+P", "E+P+D", "PD+E")
-_GROUP = re.compile(r"(\d*)([A-Za-z]+)")
+_GROUP = re.compile(r"(?<!\d)(\d*)([A-Za-z]+)")
 # What a grammar for devices and ranks might have (decision 0136): how it looks, what it asks for, and what to write.
 LONGEST_READ = 80  # characters: a longer text is no placement that a person wrote
 _UNBUILT = (
@@ -27,7 +27,7 @@ _UNBUILT = (
         "an instance has one device: write more instances, such as 2P, or a smaller dtype",
     ),
     (
-        re.compile(r"[(){}\[\]|&*×]|\d+[xX](?=\d|[(\[{]|[A-Za-z])"),
+        re.compile(r"[(){}\[\]|&*×]|\d{1,9}[xX](?=\d|[(\[{]|[A-Za-z])"),
         "groups of instances that share a device",
         "write a count ahead of letters, such as 2EP; those of a list of trinity.Instance share a device=",
     ),

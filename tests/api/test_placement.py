@@ -103,6 +103,14 @@ def test_what_placements_do_not_say_is_refused_by_name(text: str, what: str, par
     assert str(error.value) == f"placement {text!r} names {what} ({part!r}), which placements cannot: {INSTEAD[what]}"
 
 
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("text", ["1" * 200_000, "1@" + "x" * 200_000, "tp" * 100_000, "x1" * 100_000, ":" * 200_000])
+def test_a_long_text_is_refused_at_once_and_in_few_words(text: str) -> None:
+    with pytest.raises(PlacementError) as error:
+        Placement.parse(text)
+    assert len(str(error.value)) < 1000
+
+
 @pytest.mark.parametrize(
     ("roles", "what"), [("E@cuda:1", DEVICES), ("P:tp2", RANKS), ("2xEP", SHARING), ("(E)", SHARING)]
 )
