@@ -23,6 +23,7 @@ from support.pipeline_driver import (
     serving,
     threads_of,
 )
+from support.wrapped_transports import WrappedTransport
 from trinity.connector import Connector
 from trinity.core import InstanceCore
 from trinity.core.failure_policy import NO_RECOVERY, FailurePolicy
@@ -42,7 +43,6 @@ from trinity.pipeline import Pipeline
 from trinity.stages.base import Stage, StageFactory, StageSetup
 from trinity.stages.encode import EncodeStage
 from trinity.stages.language import LanguageStage
-from trinity.testing.transports import WrappedTransport
 from trinity.transport.base import ByteRange, Remote
 from trinity.transport.inproc import InprocTransport
 

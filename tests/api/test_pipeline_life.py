@@ -25,11 +25,11 @@ from support.pipeline_driver import (
     threads_of,
 )
 from support.pipeline_options import pipeline_options
+from support.wrapped_transports import WrappedTransport
 from trinity.core.messages import Submit, Work
 from trinity.errors import BadMedia, ClosedError, ConfigError, RequestError
 from trinity.pipeline import Pipeline
 from trinity.request import Request, Sampling
-from trinity.testing.transports import WrappedTransport
 
 
 @pytest.fixture(scope="module", autouse=True)

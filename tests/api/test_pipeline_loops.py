@@ -15,10 +15,10 @@ import pytest
 
 from support.checkpoint_files import checkpoint
 from support.pipeline_driver import GOOD, LONG, ONE, TEXT, all_tokens, good_ones, nothing_left, serving
+from support.wrapped_transports import WrappedTransport
 from trinity.errors import BadMedia
 from trinity.pipeline import Pipeline
 from trinity.request import Output, Request
-from trinity.testing.transports import WrappedTransport
 
 try:
     import uvloop

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from support.pipeline_driver import GOOD, LONG, ONE, PLACES, TEXT, TWO, Case, all_tokens, good_ones, serving
+from support.wrapped_transports import WrappedTransport
 from trinity.core.failure_policy import NO_RECOVERY
 from trinity.core.messages import Submit
 from trinity.core.scheduler import BatchRules
@@ -19,7 +20,6 @@ from trinity.errors import BadMedia, DeadlineExceeded, MigrationError
 from trinity.metrics import SPANS
 from trinity.pipeline import Pipeline
 from trinity.request import Output, Request, Sampling
-from trinity.testing.transports import WrappedTransport
 from trinity.traces.trace import SLO, Trace
 
 MANY = Case("<image><image><image><image> Which is the odd one out?", (11, 12, 13, 14), 24)

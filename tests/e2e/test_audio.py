@@ -14,13 +14,13 @@ from support.checkpoint_files import checkpoint
 from support.recordings import Served, copy_of, oracle, problems, serve
 from support.sounds import clip, encoded
 from support.stage_driver import picture
+from support.wrapped_transports import zero_after_read
 from trinity.core.scheduler import BatchRules
 from trinity.pipeline import Pipeline
 from trinity.preprocess.media_limits import MediaLimits
 from trinity.request import Media, Request, Sampling
 from trinity.testing.checkpoints import AUDIO_ARCHITECTURES
 from trinity.testing.oracle import OracleAnswer
-from trinity.testing.transports import zero_after_read
 
 ON = Sampling(ignore_eos=True)
 SEVERAL = ("qwen2_audio", "qwen2_5_omni_thinker")  # types whose processor takes more than one clip for a text

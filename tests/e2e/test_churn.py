@@ -24,13 +24,13 @@ from support.recordings import (
     problems,
 )
 from support.request_cases import answers, waves
+from support.wrapped_transports import WrappedTransport
 from trinity.core.scheduler import BatchRules
 from trinity.errors import DeadlineExceeded
 from trinity.memory.cache_config import CacheConfig
 from trinity.pipeline import Pipeline
 from trinity.pipeline.stream import Stream
 from trinity.request import Request
-from trinity.testing.transports import WrappedTransport
 
 pytestmark = pytest.mark.xdist_group("llava")
 

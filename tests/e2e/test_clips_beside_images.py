@@ -15,6 +15,7 @@ from support.checkpoint_files import checkpoint
 from support.recordings import serve
 from support.sounds import clip
 from support.stage_driver import picture
+from support.wrapped_transports import zero_after_read
 from trinity.core.scheduler import BatchRules
 from trinity.errors import BadMedia
 from trinity.preprocess.checkpoint.verdicts import find_verdict
@@ -22,7 +23,6 @@ from trinity.preprocess.processor import RequestProcessor
 from trinity.request import Media, Request, Sampling
 from trinity.stages.proof import prove
 from trinity.testing.oracle import Oracle
-from trinity.testing.transports import zero_after_read
 
 OUTPUTS = 6
 MODEL = "any-phi4_multimodal"

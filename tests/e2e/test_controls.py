@@ -8,10 +8,10 @@ from support.checkpoint_files import checkpoint
 from support.recordings import MULTIMODAL, case_of, copy_of, methods_of, served
 from support.request_cases import answers, ask, blue, red, waves
 from support.thinned import FEW, rarely
+from support.wrapped_transports import zero_after_read
 from trinity.request import Request
 from trinity.testing.checkpoints import ARCHITECTURES
 from trinity.testing.oracle import OracleAnswer
-from trinity.testing.transports import zero_after_read
 
 MOVES_IMAGES = ("ED+P", "E+P+D", "PD+E")
 OUTPUTS = 16

@@ -14,6 +14,7 @@ import pytest
 from support.checkpoint_files import checkpoint
 from support.recordings import METHODS, Served, case_of, copy_of, serve
 from support.sounds import clip, encoded
+from support.wrapped_transports import zero_after_read
 from trinity.core.scheduler import BatchRules
 from trinity.errors import BadMedia
 from trinity.pipeline import Pipeline
@@ -22,7 +23,6 @@ from trinity.preprocess.media_limits import MediaLimits
 from trinity.request import Media, Request, Sampling
 from trinity.stages.proof import prove
 from trinity.testing.oracle import Oracle, OracleAnswer
-from trinity.testing.transports import zero_after_read
 
 OUTPUTS = 12
 WITHIN = 1e-4  # of the largest logit

@@ -19,6 +19,7 @@ import torch
 from support.recordings import Served, case_of, copy_of, serve
 from support.sounds import RATE, clip, encoded
 from support.voxtral_route import OUTPUTS, front, own, voxtral
+from support.wrapped_transports import zero_after_read
 from trinity.core.scheduler import BatchRules
 from trinity.errors import BadMedia, RequestError, RequestTooLarge
 from trinity.pipeline import Pipeline
@@ -27,7 +28,6 @@ from trinity.preprocess.media_limits import MediaLimits
 from trinity.preprocess.processor import RequestProcessor
 from trinity.request import Media, Request, Sampling
 from trinity.testing.oracle import OracleAnswer
-from trinity.testing.transports import zero_after_read
 
 pytest.importorskip("mistral_common", reason="Voxtral's chats are written by mistral-common")
 

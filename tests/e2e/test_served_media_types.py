@@ -25,8 +25,8 @@ from support.media_matrix import (
 )
 from support.recordings import METHODS, Served, copy_of
 from support.served_media_types import OUTSIDE_OF_THE_MATRIX, SERVED_MEDIA_TYPES
+from support.wrapped_transports import zero_after_read
 from tools.model_table import PAGE, read_rows
-from trinity.testing.transports import zero_after_read
 
 # transformers' own, of arrays that it makes of tensors: numpy 2 asks for another signature
 pytestmark = pytest.mark.filterwarnings("ignore:__array__ implementation:DeprecationWarning")

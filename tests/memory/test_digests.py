@@ -11,6 +11,7 @@ import torch
 from msgspec.structs import replace
 
 from support.pipeline_driver import GOOD, TWO, all_tokens, good_ones, serving
+from support.wrapped_transports import WrappedTransport
 from trinity.connector import Connector, make_connector
 from trinity.core.failure_policy import FailurePolicy
 from trinity.core.messages import Commit, Fetched, Offer, Part, PeerDown, Pull, Ready, Release, Send, Work
@@ -28,7 +29,6 @@ from trinity.memory.digests import (
 )
 from trinity.memory.native import compute_digests
 from trinity.request import Output
-from trinity.testing.transports import WrappedTransport
 from trinity.transport.inproc import InprocTransport
 from trinity.transport.nixl.transport import NixlTransport
 from trinity.transport.shm import ShmTransport

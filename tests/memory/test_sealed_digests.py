@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from support.forgery import forge, forging_network
 from support.pipeline_driver import ONE, all_tokens, good_ones, serving
+from support.wrapped_transports import WrappedTransport
 from trinity.connector import Connector
 from trinity.core.messages import Fetched, Offer, Part, Pull, Ready, Send, Work
 from trinity.core.transfers import TransferPolicy
@@ -23,7 +24,6 @@ from trinity.memory.byte_ranges import find_filled, plan_pull
 from trinity.memory.device_blocks import gather_on_device
 from trinity.memory.digests import Digests, Sealed, digest_rows, verify_pull
 from trinity.memory.native import compute_digests
-from trinity.testing.transports import WrappedTransport
 
 KEY, OTHER = b"k" * 32, b"o" * 32
 SHAPES = {

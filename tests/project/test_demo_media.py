@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from examples import demo_media
-from trinity.demo.speech import FORMANTS, RATE, speak
+from examples.demo_media import FORMANTS, RATE, speak
 
 ROW = re.compile(
     r"^  (\S+) +(\d+) prompt tokens, (\d+) of them media, ([\d.]+) MiB moved, (\d) of 2 equal$", re.MULTILINE

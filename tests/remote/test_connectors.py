@@ -25,7 +25,7 @@ from trinity.request import Output
 from trinity.transport.shm import ShmTransport
 
 MODULE = """
-from trinity.testing.transports import WrappedTransport
+from support.wrapped_transports import WrappedTransport
 from trinity.transport.shm import ShmTransport
 
 def tagged(tag="none", delay_s=0.0):

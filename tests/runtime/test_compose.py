@@ -14,10 +14,10 @@ from support.checkpoint_files import checkpoint
 from support.composition import SIZES, Wires, load, prepared
 from support.lender import ready
 from support.pipeline_driver import ONE, TEXT, TWO, Case, all_tokens
+from support.wrapped_transports import WrappedTransport
 from trinity.core.messages import Emit, Finished, Forget, Submit
 from trinity.errors import ClosedError, ConfigError, IntegrityError, LayoutMismatch, OfferRefused
 from trinity.memory.block_memory import BlockMemory, BlockShape
-from trinity.testing.transports import WrappedTransport
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from support.wrapped_transports import WrappedTransport, zero_after_read
 from trinity.errors import HandshakeError, OfferRefused, TransportError
 from trinity.memory.block_memory import BlockMemory
-from trinity.testing.transports import WrappedTransport, zero_after_read
 from trinity.transport.base import ByteRange, Remote, Strided, Transport
 from trinity.transport.inproc import InprocTransport
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from support.wrapped_transports import WrappedTransport
 from trinity.memory.block_memory import BlockMemory
-from trinity.testing.transports import WrappedTransport
 from trinity.transport.shm import ShmTransport
 
 STEP, WRAP = 0x9E3779B97F4A7C15, 1 << 64  # csrc/blocks/digest.cpp

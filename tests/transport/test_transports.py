@@ -12,12 +12,12 @@ import torch
 
 from support.broken_transports import BROKEN
 from support.lender import ready
+from support.wrapped_transports import WrappedTransport
 from trinity.connector import Connector
 from trinity.core.messages import Pull
 from trinity.errors import ClosedError, TransportError, UnknownName
 from trinity.memory.block_memory import BlockMemory, BlockShape
 from trinity.testing.transport_contract import check_transport
-from trinity.testing.transports import WrappedTransport
 from trinity.transport import base, inproc, make_transport
 from trinity.transport.base import Transport, find_runs
 from trinity.transport.registry import known_transports

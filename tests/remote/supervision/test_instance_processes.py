@@ -20,6 +20,7 @@ from support.freezing import freeze
 from support.pipeline_options import pipeline_options
 from support.shared_launcher import sharing
 from support.thinned import thinned
+from support.wrapped_transports import WrappedTransport
 from trinity.core.failure_policy import NO_RECOVERY
 from trinity.core.transfers import TransferPolicy
 from trinity.errors import ConfigError, DeadlineExceeded, RequestError, StageError
@@ -29,7 +30,6 @@ from trinity.remote.supervision.fork_client import Launcher
 from trinity.remote.supervision.process_identity import has_ended, read_start
 from trinity.request import Output, Request, Sampling
 from trinity.testing.oracle import Oracle
-from trinity.testing.transports import WrappedTransport
 from trinity.transport.shm import ShmTransport
 
 PHOTOS = sorted(paths.PHOTOS.glob("*.jpg"))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
+from examples.demo import Card, render_page
 from trinity.demo.accuracy import make_exam
-from trinity.demo.page import Card, render_page
 
 
 def test_a_page_has_each_picture_question_answer_and_truth() -> None:
