@@ -11,10 +11,14 @@ from trinity.testing.checkpoints_recipes import (
     Recipe,
     chatml_tokenizer,
     llama_tokenizer,
+    make_images,
+    make_recipe,
     square_size,
-    text_ids,
+    text_fields,
 )
 from trinity.testing.checkpoints_text import build_tokenizer, chat_template
+
+_PROCESSOR = {"patch_size": 14, "vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
 
 
 def llava() -> Recipe:
@@ -60,84 +64,47 @@ def _midsize(vision: tuple[int, int], text: tuple[int, int], intermediate: int) 
 
 
 def _llava(text: dict[str, Any], vision: dict[str, Any]) -> Recipe:
-    from transformers import CLIPImageProcessorPil, LlavaConfig, LlavaForConditionalGeneration
-
     tokenizer, size = llama_tokenizer(image_token="<image>"), vision["image_size"]
-    config = LlavaConfig(**_clip_and_llama(text, vision, tokenizer))
-    images = CLIPImageProcessorPil(size={"shortest_edge": size}, crop_size=square_size(size))
+    images = make_images("CLIP", size={"shortest_edge": size}, crop_size=square_size(size))
     # Over twelve layers the branches would drown embeddings of 0.5, and a text would settle on a few tokens.
     deep = 2.0 if text["num_hidden_layers"] > 2 else 0.5
-    fields = _fields("LlavaProcessor")
-    return Recipe(config, LlavaForConditionalGeneration, tokenizer, images, fields, embedding_std=deep)
+    fields = _clip_and_llama(text, vision, tokenizer)
+    return make_recipe("Llava", fields, tokenizer, _PROCESSOR, image_processor=images, embedding_std=deep)
 
 
 def llava_next() -> Recipe:
-    from transformers import LlavaNextConfig, LlavaNextForConditionalGeneration, LlavaNextImageProcessorPil
-
     tokenizer, grid = llama_tokenizer(image_token="<image>"), _grid(42)
-    parts = _clip_and_llama(TEXT_CONFIG, {**VISION_CONFIG, "image_size": 42}, tokenizer)
-    config = LlavaNextConfig(**parts, image_grid_pinpoints=grid, image_seq_length=9)
-    images = LlavaNextImageProcessorPil(
-        size={"shortest_edge": 42}, crop_size=square_size(42), image_grid_pinpoints=grid
-    )
-    return Recipe(config, LlavaNextForConditionalGeneration, tokenizer, images, _fields("LlavaNextProcessor"))
+    fields = _clip_and_llama(TEXT_CONFIG, {**VISION_CONFIG, "image_size": 42}, tokenizer)
+    fields |= {"image_grid_pinpoints": grid, "image_seq_length": 9}
+    return make_recipe("LlavaNext", fields, tokenizer, _PROCESSOR, image_processor=_tiled_images(42, grid))
 
 
 def llava_next_video() -> Recipe:
-    from transformers import (
-        CLIPVisionConfig,
-        LlamaConfig,
-        LlavaNextImageProcessorPil,
-        LlavaNextVideoConfig,
-        LlavaNextVideoForConditionalGeneration,
-    )
-
-    tokenizer = llama_tokenizer(image_token="<image>", video_token="<video>")
-    grid = [[56, 56], [56, 112], [112, 56]]
-    vision = {**VISION_CONFIG, "image_size": 56, "patch_size": 14, "projection_dim": VISION_CONFIG["hidden_size"]}
-    config = LlavaNextVideoConfig(
-        vision_config=CLIPVisionConfig(**vision),
-        text_config=LlamaConfig(**TEXT_CONFIG, **text_ids(tokenizer)),
-        image_token_index=tokenizer.image_token_id,
-        video_token_index=tokenizer.video_token_id,
-        image_grid_pinpoints=grid,
-        image_seq_length=16,
-        video_seq_length=4,
-    )
-    images = LlavaNextImageProcessorPil(
-        size={"shortest_edge": 56}, crop_size=square_size(56), image_grid_pinpoints=grid
-    )
-    fields = {
-        "processor_class": "LlavaNextVideoProcessor",
-        "patch_size": 14,
-        "vision_feature_select_strategy": "default",
-        "num_additional_image_tokens": 1,
-    }
+    tokenizer, grid = llama_tokenizer(image_token="<image>", video_token="<video>"), _grid(56)[:3]
+    fields = _clip_and_llama(TEXT_CONFIG, {**VISION_CONFIG, "image_size": 56}, tokenizer)
+    fields |= {"image_grid_pinpoints": grid, "image_seq_length": 16, "video_seq_length": 4}
+    fields |= {"video_token_index": tokenizer.video_token_id}
     videos = {
         "video_processor_type": "LlavaNextVideoVideoProcessor",
         "size": {"shortest_edge": 56},
         "crop_size": square_size(56),
     }
-    return Recipe(config, LlavaNextVideoForConditionalGeneration, tokenizer, images, fields, videos=videos)
+    parts = {"image_processor": _tiled_images(56, grid), "videos": videos}
+    return make_recipe("LlavaNextVideo", fields, tokenizer, _PROCESSOR, **parts)
 
 
 def _clip_and_llama(text: dict[str, Any], vision: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
-    from transformers import CLIPVisionConfig, LlamaConfig
-
+    tower = {"model_type": "clip_vision_model", "patch_size": 14, "projection_dim": vision["hidden_size"]}
     return {
-        "vision_config": CLIPVisionConfig(**vision, patch_size=14, projection_dim=vision["hidden_size"]),
-        "text_config": LlamaConfig(**{**text_ids(tokenizer), **text}),
+        "vision_config": {**tower, **vision},
+        "text_config": text_fields(tokenizer, model_type="llama", **text),
         "image_token_index": tokenizer.image_token_id,
     }
 
 
-def _fields(name: str) -> dict[str, Any]:
-    return {
-        "processor_class": name,
-        "patch_size": 14,
-        "vision_feature_select_strategy": "default",
-        "num_additional_image_tokens": 1,
-    }
+def _tiled_images(size: int, grid: list[list[int]]) -> Any:
+    sizes = {"size": {"shortest_edge": size}, "crop_size": square_size(size)}
+    return make_images("LlavaNext", **sizes, image_grid_pinpoints=grid)
 
 
 def _grid(size: int) -> list[list[int]]:
@@ -145,85 +112,31 @@ def _grid(size: int) -> list[list[int]]:
 
 
 def llava_onevision() -> Recipe:
-    from transformers import (
-        LlavaOnevisionConfig,
-        LlavaOnevisionForConditionalGeneration,
-        LlavaOnevisionImageProcessorPil,
-        Qwen2Config,
-        SiglipVisionConfig,
-    )
-
     tokenizer = chatml_tokenizer("<image>\n", {"image_token": "<image>", "video_token": "<video>"}, video="<video>\n")
     ratio = "anyres_max_2"  # at most two tiles' worth of features: larger grids take the path that interpolates
-    config = LlavaOnevisionConfig(
-        vision_config=SiglipVisionConfig(**VISION_CONFIG, image_size=42, patch_size=14, vision_use_head=False),
-        text_config=Qwen2Config(**TEXT_CONFIG, **text_ids(tokenizer)),
-        image_token_index=tokenizer.image_token_id,
-        video_token_index=tokenizer.video_token_id,
-        image_grid_pinpoints=_grid(42),
-        vision_aspect_ratio=ratio,
-    )
-    images = LlavaOnevisionImageProcessorPil(size=square_size(42), image_grid_pinpoints=_grid(42))
-    processor = {
-        "processor_class": "LlavaOnevisionProcessor",
-        "num_image_tokens": 9,
-        "vision_feature_select_strategy": "full",
+    fields = {
+        "vision_config": _siglip(42),
+        "text_config": text_fields(tokenizer, model_type="qwen2"),
+        "image_token_index": tokenizer.image_token_id,
+        "video_token_index": tokenizer.video_token_id,
+        "image_grid_pinpoints": _grid(42),
         "vision_aspect_ratio": ratio,
     }
-    videos = {"video_processor_type": "LlavaOnevisionVideoProcessor", "size": square_size(42)}
-    return Recipe(config, LlavaOnevisionForConditionalGeneration, tokenizer, images, processor, videos=videos)
+    processor = {"num_image_tokens": 9, "vision_feature_select_strategy": "full", "vision_aspect_ratio": ratio}
+    return make_recipe(
+        *("LlavaOnevision", fields, tokenizer, processor),
+        image_processor=make_images("LlavaOnevision", size=square_size(42), image_grid_pinpoints=_grid(42)),
+        videos={"video_processor_type": "LlavaOnevisionVideoProcessor", "size": square_size(42)},
+    )
+
+
+def _siglip(size: int) -> dict[str, Any]:
+    tower = {"model_type": "siglip_vision_model", "image_size": size, "patch_size": 14, "vision_use_head": False}
+    return {**VISION_CONFIG, **tower}
 
 
 def gemma3() -> Recipe:
-    from transformers import (
-        Gemma3Config,
-        Gemma3ForConditionalGeneration,
-        Gemma3ImageProcessorPil,
-        Gemma3TextConfig,
-        SiglipVisionConfig,
-    )
-
-    tokenizer = _gemma_tokenizer()
-    text = {
-        **TEXT_CONFIG,
-        "tie_word_embeddings": True,
-        "head_dim": 16,
-        "query_pre_attn_scalar": 16,
-        "sliding_window": 24,
-    }
-    config = Gemma3Config(
-        vision_config=SiglipVisionConfig(**VISION_CONFIG, image_size=84, patch_size=14, vision_use_head=False),
-        text_config=Gemma3TextConfig(
-            **text, **text_ids(tokenizer), layer_types=["sliding_attention", "full_attention"]
-        ),
-        mm_tokens_per_image=9,
-        boi_token_index=tokenizer.boi_token_id,
-        eoi_token_index=tokenizer.eoi_token_id,
-        image_token_index=tokenizer.image_token_id,
-    )
-    images = Gemma3ImageProcessorPil(size=square_size(84))
-    processor = {"processor_class": "Gemma3Processor", "image_seq_length": 9}
-    # Embeddings are multiplied by sqrt(width) and tied to the head: at 0.5 every text would repeat one token, and
-    # without stronger attention and MLP branches it would settle on one.
-    raised = {
-        "q_norm.weight": 1.0,
-        "k_norm.weight": 1.0,
-        "post_attention_layernorm.weight": 2.0,
-        "post_feedforward_layernorm.weight": 4.0,
-    }
-    return Recipe(
-        config,
-        Gemma3ForConditionalGeneration,
-        tokenizer,
-        images,
-        processor,
-        embedding_std=0.12,
-        raised=raised,
-    )
-
-
-def _gemma_tokenizer() -> Any:
-    return build_tokenizer(
+    tokenizer = build_tokenizer(
         bos="<bos>",
         eos="<end_of_turn>",
         pad="<pad>",
@@ -241,3 +154,28 @@ def _gemma_tokenizer() -> Any:
             answer="<start_of_turn>model\n",
         ),
     )
+    text: dict[str, Any] = {
+        "tie_word_embeddings": True,
+        "head_dim": 16,
+        "query_pre_attn_scalar": 16,
+        "sliding_window": 24,
+    }
+    text |= {"layer_types": ["sliding_attention", "full_attention"]}
+    fields = {
+        "vision_config": _siglip(84),
+        "text_config": text_fields(tokenizer, model_type="gemma3_text", **text),
+        "mm_tokens_per_image": 9,
+        "boi_token_index": tokenizer.boi_token_id,
+        "eoi_token_index": tokenizer.eoi_token_id,
+        "image_token_index": tokenizer.image_token_id,
+    }
+    # Embeddings are multiplied by sqrt(width) and tied to the head: at 0.5 every text would repeat one token, and
+    # without stronger attention and MLP branches it would settle on one.
+    raised = {
+        "q_norm.weight": 1.0,
+        "k_norm.weight": 1.0,
+        "post_attention_layernorm.weight": 2.0,
+        "post_feedforward_layernorm.weight": 4.0,
+    }
+    parts = {"image_processor": make_images("Gemma3", size=square_size(84)), "embedding_std": 0.12, "raised": raised}
+    return make_recipe("Gemma3", fields, tokenizer, {"image_seq_length": 9}, **parts)

@@ -45,14 +45,8 @@ def quantize_checkpoint(directory: Path, block: tuple[int, int]) -> None:
     for key, (rounded, scales) in held.items():
         weights |= {key: rounded, f"{key}_scale_inv": scales}
     save_file(weights, path, metadata={"format": "pt"})
-    config = json.loads((directory / "config.json").read_text())
-    config["quantization_config"] = {
-        "quant_method": "fp8",
-        "activation_scheme": "dynamic",
-        "weight_block_size": list(block),
-        "modules_to_not_convert": kept,
-    }
-    (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    fields = {"activation_scheme": "dynamic", "weight_block_size": list(block), "modules_to_not_convert": kept}
+    _write_quantization(directory, {"quant_method": "fp8", **fields})
 
 
 def _is_product(key: str, value: Any, block: tuple[int, int]) -> bool:

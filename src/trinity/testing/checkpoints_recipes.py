@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from trinity.preprocess.checkpoint.video_processors import find_images
 from trinity.testing.checkpoints_text import CHATML, USER_ASSISTANT, build_tokenizer, chat_template
 
 TEXT_CONFIG: dict[str, Any] = {
@@ -88,30 +89,40 @@ def square_size(size: int) -> dict[str, int]:
     return {"height": size, "width": size}
 
 
-def llama() -> Recipe:
+def text_fields(tokenizer: Any, **more: Any) -> dict[str, Any]:
+    """Fields of the config of a small language model, with ``more`` of its type."""
+    return {**text_ids(tokenizer), **TEXT_CONFIG, **more}
+
+
+def make_images(family: str, **settings: Any) -> Any:
+    """Make the image processor, with its PIL backend, of a family of transformers."""
+    return find_images(f"{family}ImageProcessorPil", "pil")(**settings)
+
+
+def make_recipe(family: str, fields: dict[str, Any], tokenizer: Any, processor: dict[str, Any], **parts: Any) -> Recipe:
+    """Make a recipe by the name that the classes of a family of transformers begin with; ``fields``: of its config."""
+    import transformers
+
+    classes: Any = transformers
+    config, model_class = getattr(classes, f"{family}Config"), getattr(classes, f"{family}ForConditionalGeneration")
+    named = {"processor_class": f"{family}Processor", **processor}
+    return Recipe(config(**fields), model_class, tokenizer, processor=named, **parts)
+
+
+def llama(**fields: Any) -> Recipe:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     tokenizer = llama_tokenizer()
-    return Recipe(LlamaConfig(**TEXT_CONFIG, **text_ids(tokenizer)), LlamaForCausalLM, tokenizer)
+    return Recipe(LlamaConfig(**text_fields(tokenizer, **fields)), LlamaForCausalLM, tokenizer)
 
 
 def mistral() -> Recipe:
     from transformers import MistralConfig, MistralForCausalLM
 
     tokenizer = llama_tokenizer()
-    config = MistralConfig(**TEXT_CONFIG, **text_ids(tokenizer), sliding_window=24)
-    return Recipe(config, MistralForCausalLM, tokenizer)
+    return Recipe(MistralConfig(**text_fields(tokenizer, sliding_window=24)), MistralForCausalLM, tokenizer)
 
 
 def llama_512x8() -> Recipe:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    tokenizer = llama_tokenizer()
-    wide = {
-        "hidden_size": 512,
-        "intermediate_size": 1408,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 8,
-        "vocab_size": MIDSIZE_VOCABULARY,
-    }
-    return Recipe(LlamaConfig(**{**text_ids(tokenizer), **TEXT_CONFIG, **wide}), LlamaForCausalLM, tokenizer)
+    wide = {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 8, "num_attention_heads": 8}
+    return llama(**wide, vocab_size=MIDSIZE_VOCABULARY)

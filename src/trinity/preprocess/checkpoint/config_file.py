@@ -177,7 +177,7 @@ def _check_counts(fields: dict[str, Any], model_dir: Path) -> None:
         check_form(name, place, value, model_dir)
         if name in _COUNTS and not _is_count(value):
             raise ConfigError(f"{str(model_dir)!r}: {place} is a whole number from 1 to 2**31, got {show(value)}")
-        if name in _MEDIA_IDS and value is not None and not _is_token(value):
+        if name in _MEDIA_IDS and value is not None and not (type(value) is int and 0 <= value < MOST_ELEMENTS):
             raise ConfigError(f"{str(model_dir)!r}: {place} is the number of a token, got {show(value)}")
         if name in _LAYERS and isinstance(value, int) and value > FEW_LAYERS:
             most = most or max(FEW_LAYERS, count_tensors(model_dir))
@@ -201,10 +201,6 @@ def _is_count(value: Any) -> bool:
     if isinstance(value, list):
         return all(map(_is_count, value))
     return value is None or (type(value) is int and 1 <= value <= MOST_ELEMENTS)
-
-
-def _is_token(value: Any) -> bool:
-    return type(value) is int and 0 <= value < MOST_ELEMENTS
 
 
 def check_elements(model_dir: Path, elements: int) -> None:

@@ -161,7 +161,7 @@ class UrlFetcher:
             raise _Refused(f"it has more than {_LONGEST_URL} characters")
         target = httpx2.URL(url)
         for _ in range(_MOST_REDIRECTS + 1):
-            proxied = rules is None and _has_proxies()
+            proxied = rules is None and bool(_list_proxies(*_PORTS))
             addresses = await _let_client_find(target) if proxied else await _judge(target, rules)
             async with httpx2.AsyncClient(verify=_tls(), trust_env=proxied, timeout=None) as client:
                 answer = await self._ask(client, target, addresses, accept)
@@ -245,10 +245,6 @@ def _list_proxies(*schemes: str) -> list[str]:
     """List the proxies that the environment names for these schemes."""
     names = [f"{scheme}_proxy" for scheme in (*schemes, "all")]
     return [found for name in names for each in (name, name.upper()) if (found := os.environ.get(each))]
-
-
-def _has_proxies() -> bool:
-    return bool(_list_proxies(*_PORTS))
 
 
 def _import_client() -> Any:

@@ -34,7 +34,7 @@ def predict_pixels(images: Any, width: int, height: int, *, alone: bool = True) 
     for each in type(images).__mro__:
         if each.__name__ in _RULES:
             return _RULES[each.__name__](images, width, height, alone)
-    return _plain(images, width, height, alone) if _is_plain(images) else None
+    return _area(images, width, height) if _is_plain(images) else None
 
 
 def count_bytes(images: Any, pixels: int) -> int:
@@ -74,10 +74,6 @@ def _area(images: Any, width: int, height: int) -> int:
     columns, rows = resized(images.size, width, height) if images.do_resize else (width, height)
     cropped = images.crop_size.height * images.crop_size.width if images.do_center_crop and images.crop_size else 0
     return int(columns * rows + cropped)
-
-
-def _plain(images: Any, width: int, height: int, alone: bool) -> int:
-    return _area(images, width, height)
 
 
 def _anyres(images: Any, width: int, height: int, alone: bool) -> int:

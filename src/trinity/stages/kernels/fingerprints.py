@@ -69,7 +69,7 @@ class _Reading:
         found = _find_member(self._kind, name)
         if isinstance(found, property):
             self._read_value(name, found.fget)
-        elif _is_code(found):
+        elif isinstance(found, staticmethod | classmethod) or (callable(found) and not isinstance(found, type)):
             self._read_value(name, getattr(found, "__func__", found))
 
     def read(self, function: Any) -> None:
@@ -139,10 +139,6 @@ def _find_member(kind: type[Any] | None, name: str) -> Any:
         if name in vars(base):
             return None if base in _EVERYBODYS or base.__module__ == _PLUMBING else vars(base)[name]
     return None
-
-
-def _is_code(value: Any) -> bool:
-    return isinstance(value, staticmethod | classmethod) or (callable(value) and not isinstance(value, type))
 
 
 def _is_outside(function: FunctionType) -> bool:
