@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,15 @@ class ProofPrompt:
     images: tuple[Image.Image, ...]
     clips: tuple[np.ndarray, ...] = ()
 
+    def fill(self, media: Mapping[str, Iterator[Any]], key: str = "") -> list[dict[str, Any]]:
+        """Write the messages with ``media``, in order by kind, each in its part under its kind, or under ``key``."""
+
+        def fill_part(part: dict[str, Any]) -> dict[str, Any]:
+            kind = part["type"]
+            return {**part, key or kind: next(media[kind])} if kind in media else part
+
+        return [{**each, "content": [fill_part(part) for part in each["content"]]} for each in self.messages]
+
 
 def make_picture(seed: int, width: int, height: int) -> Image.Image:
     """Make an image of a few coarse patches of colour."""
@@ -34,12 +44,9 @@ def make_picture(seed: int, width: int, height: int) -> Image.Image:
 
 
 def _turn(role: str, *parts: str) -> dict[str, Any]:
-    content = [_part(part) for part in parts]
+    media = ("<image>", "<audio>")
+    content = [{"type": each.strip("<>")} if each in media else {"type": "text", "text": each} for each in parts]
     return {"role": role, "content": content}
-
-
-def _part(part: str) -> dict[str, Any]:
-    return {"type": part.strip("<>")} if part in ("<image>", "<audio>") else {"type": "text", "text": part}
 
 
 def one_image(seed: int = 0) -> ProofPrompt:

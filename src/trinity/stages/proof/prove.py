@@ -125,7 +125,7 @@ def _prove_images(subject: Subject, _: MediaFacts) -> Iterator[tuple[ProofPart, 
         yield part, facts
     if facts.skipped >= 0:
         yield _prove_skipped(subject, facts), facts
-    yield _prove_control(other, expected[0]), facts
+    yield prove_control("image", other, expected[0]), facts
 
 
 def _has_causal_encoder(subject: Subject) -> bool:
@@ -375,10 +375,10 @@ def _own_features(facts: MediaFacts, expected: Sequence[Expected]) -> Tensor:
     return torch.cat(rows) if rows else torch.empty(0)
 
 
-def _prove_control(other: Expected, expected: Expected) -> ProofPart:
+def prove_control(medium: str, other: Expected, expected: Expected) -> ProofPart:
+    """Prove that another ``medium`` ("image") gives other logits: else equal ones would prove nothing."""
     change = relative_error(other.logits[0], expected.logits[0])
     if change < LEAST_CHANGE:
-        raise Differs(
-            "control", f"another image changes the model's own logits by {change:.1g} only: nothing is proven"
-        )
-    return ProofPart("control", True, f"another image changes the logits by {change:.1g}")
+        said = f"another {medium} changes the model's own logits by {change:.1g} only: nothing is proven"
+        raise Differs("control", said)
+    return ProofPart("control", True, f"another {medium} changes the logits by {change:.1g}")

@@ -129,17 +129,15 @@ class Reference:
         if not (prompt.images or prompt.clips):
             return self._make_text_inputs(text)
         bos = self.tokenizer.bos_token
-        given = self._image_keywords(text, prompt) if prompt.images else {"text": [text]}
-        given |= {"audio": list(prompt.clips)} if prompt.clips else {}
         written = {"add_special_tokens": False} if bos and text.startswith(bos) else {}
-        return dict(self.processor(**given, **written, return_tensors="pt"))
+        return dict(self.processor(**self._media_keywords(text, prompt), **written, return_tensors="pt"))
 
     def explain_refusal(self, marker: str) -> str:
         """Say why the processor does not take a text with this marker for an image; "" if it does."""
         refusals = []
         for self.flat in (False, True):
             try:
-                found = self.processor(**self._image_keywords(marker, one_image()), return_tensors="pt")
+                found = self.processor(**self._media_keywords(marker, one_image()), return_tensors="pt")
             except Exception as error:  # processors raise what they like
                 refusals.append(f"{type(error).__name__}: {error!s:.200}")
                 continue
@@ -169,9 +167,11 @@ class Reference:
         except Exception:  # processors raise what they like
             return None
 
-    def _image_keywords(self, text: str, prompt: ProofPrompt) -> dict[str, Any]:
-        """Make keywords of the processor for a prompt with images, in the form that it takes."""
-        return {"text": [text], "images": list(prompt.images) if self.flat else [list(prompt.images)]}
+    def _media_keywords(self, text: str, prompt: ProofPrompt) -> dict[str, Any]:
+        """Make keywords of the processor for a prompt with media, its images in the form that it takes."""
+        images = list(prompt.images) if self.flat else [list(prompt.images)]
+        seen, heard = {"images": images} if prompt.images else {}, {"audio": list(prompt.clips)} if prompt.clips else {}
+        return {"text": [text], **seen, **heard}
 
     def inputs(self, prompt: ProofPrompt, marker: str) -> dict[str, Any]:
         """Make a model's inputs in its dtype, float32, as transformers documents it."""
@@ -185,24 +185,19 @@ class Reference:
             return make_own_inputs(self.processor, prompt)
         if self.has_template and self.joined:
             return self._make_joined(prompt, marker)
-        if prompt.clips:
-            return self._make_heard(prompt, marker)
         if self.has_template:
-            left = iter(prompt.images)
-            chat = [
-                {**message, "content": [_with_image(part, left) for part in message["content"]]}
-                for message in prompt.messages
-            ]
+            chat = prompt.fill({"image": iter(prompt.images), "audio": iter(prompt.clips)})
             settings = {"tokenize": True, "return_dict": True, "return_tensors": "pt", "add_generation_prompt": True}
-            further = {} if self.grids is None else {"processor_kwargs": {"return_mm_token_type_ids": True}}
+            told = self.grids is not None and not prompt.clips
+            further = {"processor_kwargs": {"return_mm_token_type_ids": True}} if told else {}
             return dict(self.processor.apply_chat_template(chat, **settings, **further))
-        if not prompt.images:
+        if not (prompt.images or prompt.clips):
             return self._make_text_inputs(raw_text(prompt))
-        if self.in_front:
+        if self.in_front and not prompt.clips:
             images, text = list(prompt.images), raw_text(prompt).removeprefix("<image>")
             return dict(self.processor(text=[text], images=images, return_tensors="pt"))
-        text = raw_text(prompt).replace("<image>", marker)
-        return dict(self.processor(**self._image_keywords(text, prompt), return_tensors="pt"))
+        text = raw_text(prompt).replace("<image>", marker).replace("<audio>", self.audio_token)
+        return dict(self.processor(**self._media_keywords(text, prompt), return_tensors="pt"))
 
     def _make_text_inputs(self, text: str) -> dict[str, Any]:
         """Make inputs of a prompt without images; of a processor that takes none, by its tokenizer."""
@@ -210,20 +205,6 @@ class Reference:
             return dict(self.processor(text=[text], return_tensors="pt"))
         except ValueError:
             return dict(self.tokenizer([text], return_tensors="pt"))
-
-    def _make_heard(self, prompt: ProofPrompt, marker: str) -> dict[str, Any]:
-        """Make inputs of a prompt with clips, and images perhaps."""
-        if self.has_template:
-            left = {"image": iter(prompt.images), "audio": iter(prompt.clips)}
-            chat = [
-                {**message, "content": [_with_medium(part, left) for part in message["content"]]}
-                for message in prompt.messages
-            ]
-            settings = {"tokenize": True, "return_dict": True, "return_tensors": "pt", "add_generation_prompt": True}
-            return dict(self.processor.apply_chat_template(chat, **settings))
-        text = raw_text(prompt).replace("<image>", marker).replace("<audio>", self.audio_token)
-        given = self._image_keywords(text, prompt) if prompt.images else {"text": [text]}
-        return dict(self.processor(**given, audio=list(prompt.clips), return_tensors="pt"))
 
     @torch.inference_mode()
     def expect(self, prompt: ProofPrompt, marker: str, language: Any, outputs: int = PROOF_OUTPUTS) -> Expected:
@@ -316,15 +297,6 @@ def raw_text(prompt: ProofPrompt) -> str:
     return " ".join(part["text"] if part["type"] == "text" else f"<{part['type']}>" for part in parts)
 
 
-def _with_image(part: dict[str, Any], images: Iterator[Any]) -> dict[str, Any]:
-    return {**part, "image": next(images)} if part["type"] == "image" else part
-
-
-def _with_medium(part: dict[str, Any], left: dict[str, Iterator[Any]]) -> dict[str, Any]:
-    kind = part["type"]
-    return {**part, kind: next(left[kind])} if kind in left else part
-
-
 def _copy(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _copy(each) for key, each in value.items()}
@@ -383,16 +355,9 @@ def load_own_chats(directory: Path) -> Any:
 
 def make_own_inputs(processor: Any, prompt: ProofPrompt) -> dict[str, Any]:
     """Make inputs of a chat with such a processor: each clip as a file of float32 in base64."""
-    rate, left = int(processor.feature_extractor.sampling_rate), iter(prompt.clips)
-    chat = [
-        {**message, "content": [_with_clip(part, left, rate) for part in message["content"]]}
-        for message in prompt.messages
-    ]
-    return dict(processor.apply_chat_template(chat))
-
-
-def _with_clip(part: dict[str, Any], left: Iterator[Any], rate: int) -> dict[str, Any]:
-    return {**part, "base64": encode_clip(next(left), rate)} if part["type"] == "audio" else part
+    rate = int(processor.feature_extractor.sampling_rate)
+    files = (encode_clip(each, rate) for each in prompt.clips)
+    return dict(processor.apply_chat_template(prompt.fill({"audio": files}, "base64")))
 
 
 def encode_clip(samples: Any, rate: int) -> str:
