@@ -35,10 +35,10 @@ from trinity.stages.attention.gpu.triton import TritonAttention
 from trinity.stages.attention.interface import PAGED_ATTENTION, AttentionParams, register_attention
 from trinity.stages.batch import Chunk, Decodes
 from trinity.stages.gpu.prefill_graphs import PrefillGraphs
-from trinity.stages.kernels.decoder_layers import _make_class as make_fused_class
+from trinity.stages.kernels.decoder_layers import FusedDecoderLayer
 from trinity.stages.kernels.gpu import device_layers
 from trinity.stages.kernels.last_layer import TwoPassLayer
-from trinity.stages.kernels.last_layer import _make_class as make_split_class
+from trinity.stages.kernels.swaps import put_before
 from trinity.stages.language import LanguageStage, StepRows
 from trinity.stages.models import LoadedModel
 from trinity.stages.models.checks import set_attention
@@ -110,10 +110,10 @@ def make_model() -> LoadedModel:
         for number, layer in enumerate(part.model.layers):
             kind: Any = type(layer)
             if number == LAYERS - 1:
-                kind = layer.__class__ = make_split_class(TwoPassLayer, kind)
+                kind = layer.__class__ = put_before(TwoPassLayer, kind)
             plan = device_layers.DeviceLayerPlan(layer, WIDTH)
             plan.params = AttentionParams(number, WIDTH**-0.5)
-            layer.plan, layer.__class__ = plan, make_fused_class(kind)
+            layer.plan, layer.__class__ = plan, put_before(FusedDecoderLayer, kind, "unfused_forward")
     device_layers._link_layers(list(part.model.layers))
     return LoadedModel(Path(), "PD", config, adapter, torch.bfloat16, torch.device("cpu"), "", language=part)
 

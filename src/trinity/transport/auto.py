@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -75,10 +75,10 @@ class AutoTransport:
     def publish(self, memory: BlockMemory) -> bytes:
         pools: dict[str, bytes] = {}
         for scheme in self._schemes:
-            with self._record_unavailable(scheme) as unavailable:
+            with self._record_unavailable(scheme):
                 pools[scheme] = self._transport(scheme, memory).publish(memory)
-            if unavailable.reason:
-                logger.debug("%s cannot publish the %s pool: %s", scheme, memory.kind, unavailable.reason)
+            if scheme not in pools:
+                logger.debug("%s cannot publish the %s pool: %s", scheme, memory.kind, self._unavailable[scheme])
         if not pools:
             raise self._no_transport(f"the {memory.kind} pool")
         return msgspec.msgpack.encode(AutoDescriptor(identify_host(), os.getpid(), pools))
@@ -123,8 +123,15 @@ class AutoTransport:
             self._transports[scheme] = self._schemes[scheme]()
         return self._transports[scheme]
 
-    def _record_unavailable(self, scheme: str) -> _UnavailableRecorder:
-        return _UnavailableRecorder(self._unavailable, scheme)
+    @contextmanager
+    def _record_unavailable(self, scheme: str) -> Iterator[None]:
+        """Suppress ``TransportUnavailable`` and ``ConfigError`` in the block; the text is kept as the reason."""
+        try:
+            yield
+        except LayoutMismatch:
+            raise
+        except (TransportUnavailable, ConfigError) as error:
+            self._unavailable[scheme] = str(error)
 
     def _no_transport(self, what: str) -> TransportUnavailable:
         why = "; ".join(f"{scheme}: {reason}" for scheme, reason in self._unavailable.items())
@@ -143,23 +150,6 @@ class AutoHostTransport(AutoTransport):
 
     def __init__(self, *, trusted_network: bool = False) -> None:
         super().__init__(SAME_HOST, trusted_network=trusted_network)
-
-
-class _UnavailableRecorder:
-    """Suppresses ``TransportUnavailable`` and ``ConfigError`` in its ``with`` block; records the text as ``reason``."""
-
-    def __init__(self, unavailable: dict[str, str], scheme: str) -> None:
-        self._unavailable, self._scheme = unavailable, scheme
-        self.reason = ""
-
-    def __enter__(self) -> _UnavailableRecorder:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> bool:
-        if isinstance(error, TransportUnavailable | ConfigError) and not isinstance(error, LayoutMismatch):
-            self.reason = self._unavailable[self._scheme] = str(error)
-            return True
-        return False
 
 
 class AutoRemote:

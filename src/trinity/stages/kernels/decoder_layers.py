@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from functools import cache
 from typing import Any, ClassVar
 
 import torch
@@ -39,7 +38,7 @@ from trinity.stages.kernels.linear import PackedLinear
 from trinity.stages.kernels.native_linear import NativeLinear, NativeProduct
 from trinity.stages.kernels.probes import is_close, make_empty_rows, make_noise, place_rows
 from trinity.stages.kernels.small_batch_gemm import SmallBatchGemm
-from trinity.stages.kernels.swaps import collect_hooks, has_hooks, is_altered, make_swapped_class
+from trinity.stages.kernels.swaps import collect_hooks, has_hooks, is_altered, put_before
 
 PIECE_ROWS = 2400  # each piece reads the weights again, and longer ones cost fresh pages
 _LAYER = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
@@ -239,7 +238,7 @@ def _swap(layer: Any, plans: type[DecoderLayerPlan]) -> bool:
     known = {LayerPart.DECODER_LAYER: layer, LayerPart.DECODER_ATTENTION: layer.self_attn}
     if plan is None or not all(is_known_module(part, module) for part, module in known.items()):
         return False
-    layer.plan, layer.__class__ = plan, _make_class(kind)
+    layer.plan, layer.__class__ = plan, put_before(FusedDecoderLayer, kind, "unfused_forward")
     return True
 
 
@@ -288,8 +287,3 @@ def _make_plan(layer: Any, kind: Any, plans: type[DecoderLayerPlan]) -> DecoderL
     except Exception as error:  # not a layer as expected: leave it alone
         logger.info("%s keeps its own code: %s: %s", kind.__qualname__, type(error).__name__, error)
     return None
-
-
-@cache
-def _make_class(kind: Any) -> Any:
-    return make_swapped_class(FusedDecoderLayer, kind, unfused_forward=kind.forward)

@@ -9,7 +9,6 @@ them.
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from trinity.stages.kernels.fused_elementwise import FusedModule, are_supported,
 from trinity.stages.kernels.known_sources import LayerPart
 from trinity.stages.kernels.native_linear import run_linear
 from trinity.stages.kernels.probes import make_noise, make_scaled_rows
-from trinity.stages.kernels.swaps import make_swapped_class
+from trinity.stages.kernels.swaps import put_before
 
 LayerNormParams = tuple[Tensor, Tensor, float]  # weight, bias, eps
 _ACTIVATIONS = ("transformers.activations", "torch.nn.modules.activation")
@@ -147,7 +146,7 @@ def _tabulate(module: Any) -> None:
     if table is not None and is_known_module(LayerPart.ACTIVATION, module):
         module.table = _tables.setdefault(table.view(torch.uint8).numpy().tobytes(), table)
         kind: Any = type(module)
-        module.__class__ = _make_class(kind)
+        module.__class__ = put_before(TableActivation, kind)
 
 
 @torch.inference_mode()
@@ -163,8 +162,3 @@ def _make_table(module: Any) -> Tensor | None:
     if not alike or not torch.equal(found[mixed].nan_to_num(7.0), other.nan_to_num(7.0)):
         return None
     return torch.cat([found, found[:1]])
-
-
-@cache
-def _make_class(kind: Any) -> Any:
-    return make_swapped_class(TableActivation, kind, original_forward=kind.forward)

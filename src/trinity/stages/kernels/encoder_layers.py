@@ -10,7 +10,6 @@ unsupported rows and hooks take the layer's own forward. Products stay modules, 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from types import MethodType
 from typing import Any
 
@@ -32,7 +31,7 @@ from trinity.stages.kernels.encoder_elementwise import (
 from trinity.stages.kernels.fused_elementwise import FusedQuickGelu, are_supported, rebind_globals, run_gated
 from trinity.stages.kernels.known_sources import LayerPart
 from trinity.stages.kernels.probes import is_close, make_scaled_rows
-from trinity.stages.kernels.swaps import collect_hooks, find_own_class, has_hooks, is_altered, make_swapped_class
+from trinity.stages.kernels.swaps import collect_hooks, find_own_class, has_hooks, is_altered, put_before
 
 ROW_BLOCK, MANY_ROWS = 12, 1024  # below MANY_ROWS, float32 products whose rows are no multiple of 12 lose 7 %
 _LAYER = {"self_attn", "layer_norm1", "layer_norm2", "mlp"}
@@ -148,7 +147,7 @@ def _swap(layer: Any) -> bool:
     functions = {LayerPart.ATTENTION_FUNCTIONS: type(plan.functions), LayerPart.SDPA: plan.sdpa}
     if not all(is_known(part, source) for part, source in functions.items()):
         return False
-    layer.plan, layer.__class__ = plan, _make_class(kind)
+    layer.plan, layer.__class__ = plan, put_before(_FusedEncoderLayer, kind, "unfused_forward")
     return True
 
 
@@ -193,8 +192,3 @@ def _make_plan(layer: Any, kind: Any) -> EncoderLayerPlan | None:
         return None
     plan.scale, plan.attend = shown.scale, attend_encoder_heads
     return plan
-
-
-@cache
-def _make_class(kind: Any) -> Any:
-    return make_swapped_class(_FusedEncoderLayer, kind, unfused_forward=kind.forward)

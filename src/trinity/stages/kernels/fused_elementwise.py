@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping
-from functools import cache
 from types import FunctionType
 from typing import Any, ClassVar
 
@@ -22,7 +21,7 @@ from trinity.stages.kernels.admission import is_known, is_known_module
 from trinity.stages.kernels.encoder_attention import ATTENTION_FUNCTIONS, pick_attention_functions
 from trinity.stages.kernels.known_sources import LayerPart
 from trinity.stages.kernels.probes import is_close, make_noise, make_scaled_rows
-from trinity.stages.kernels.swaps import copy_with, is_altered, make_swapped_class, own_hooks
+from trinity.stages.kernels.swaps import copy_with, is_altered, make_swapped_class, own_hooks, put_before
 
 TensorPair = tuple[Tensor, Tensor]
 ROTARY_FUNCTION = "apply_rotary_pos_emb"
@@ -264,32 +263,23 @@ def _find_class(kind: Any, dtype: torch.dtype) -> Any:
     bases: dict[str, Any] = {"RMSNorm": FusedRmsNorm, "MLP": FusedGatedMlp, "QuickGELUActivation": FusedQuickGelu}
     base = next((found for name, found in bases.items() if kind.__name__.endswith(name)), None)
     if base is not None:
-        return _make_class(base, kind)
+        return put_before(base, kind)
     forward = _rebind_forward(kind.forward, dtype)
     if forward is None:
         return None
     return make_swapped_class(_ReboundForward, kind, forward=forward)
 
 
-@cache
-def _make_class(base: Any, kind: Any) -> Any:
-    return make_swapped_class(base, kind, original_forward=kind.forward)
-
-
 @torch.inference_mode()
 def gives_same(module: Any, swapped: Any, rows: Tensor) -> bool:
     """Compare what ``module`` gives for ``rows`` with what it would as an instance of ``swapped``."""
+    changed = copy.copy(module)
+    changed.__class__ = swapped
     try:
-        wanted, found = type(module).forward(module, rows), swapped.forward(_copy_as(module, swapped), rows)
+        wanted, found = type(module).forward(module, rows), swapped.forward(changed, rows)
     except Exception:  # not a module as expected: leave it alone
         return False
     return is_close(found, wanted, _TOLERANCE[rows.dtype])
-
-
-def _copy_as(module: Any, swapped: Any) -> Any:
-    changed = copy.copy(module)
-    changed.__class__ = swapped
-    return changed
 
 
 # ---------------------------------------------------------------- functions that attention layers call

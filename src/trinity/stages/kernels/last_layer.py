@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from functools import cache
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ from trinity.stages.attention.interface import (
 from trinity.stages.kernels.admission import is_known_module
 from trinity.stages.kernels.known_sources import LayerPart
 from trinity.stages.kernels.probes import is_close, list_positions, make_empty_rows, make_noise
-from trinity.stages.kernels.swaps import make_swapped_class
+from trinity.stages.kernels.swaps import put_before
 
 _ROWS_AT = {"position_embeddings": -2, "position_ids": -1}  # the axis that counts a batch's rows
 
@@ -103,7 +102,7 @@ def skip_unsampled_rows(text: Any, first: int) -> bool:
     kind: Any = type(layer)
     if not _is_known_split(text, layer):
         return False
-    layer.__class__ = _make_class(TwoPassLayer, kind)
+    layer.__class__ = put_before(TwoPassLayer, kind)
     alike = _splits_alike(layer, kind)
     if not alike:
         layer.__class__ = kind
@@ -170,15 +169,10 @@ def drop_unused_layers(tower: Any, taken: int | Sequence[int]) -> int:
         while children := dict(layer.named_children()):  # one that has several names comes by one at a time
             for name in children:
                 delattr(layer, name)
-        layer.__class__ = _make_class(_Identity, kind)
+        layer.__class__ = put_before(_Identity, kind)
     return count - last
 
 
 def _is_known_tower(tower: Any, layers: nn.ModuleList) -> bool:
     around = [each for each in tower.modules() if each is not layers and any(one is layers for one in each.modules())]
     return all(is_known_module(LayerPart.TOWER, each) for each in around)
-
-
-@cache
-def _make_class(base: Any, kind: Any) -> Any:
-    return make_swapped_class(base, kind, original_forward=kind.forward)

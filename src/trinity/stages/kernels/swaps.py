@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import cache
 from types import FunctionType
 from typing import Any
 
@@ -22,6 +23,12 @@ Hooks = tuple[dict[int, Any], ...]
 def make_swapped_class(base: Any, kind: Any, **members: Any) -> Any:
     """Make the class that modules of ``kind`` get: ``base`` before ``kind``, and ``members``."""
     return type(kind.__name__, (base, kind), {_SWAPPED_FROM: kind, "__module__": kind.__module__, **members})
+
+
+@cache
+def put_before(base: Any, kind: Any, forward: str = "original_forward") -> Any:
+    """Make the class of ``base`` before ``kind`` once, with the forward of ``kind`` by the name ``forward``."""
+    return make_swapped_class(base, kind, **{forward: kind.forward})
 
 
 def find_own_class(module: Any) -> Any:

@@ -201,16 +201,16 @@ class NixlLink(Link):
         )
         return self._start_transfer(self._agent.initialize_xfer("READ", here, there, self._theirs.agent))
 
-    def _generations(self, first: int, count: int) -> Any:
-        here = self._agent.get_xfer_descs(self._local_generations.part(first, count), "DRAM")
+    def _generations(self, first: int, count: int, into: int | None = None) -> Any:
+        """Start to read ``count`` numbers of the peer, into the same places, or from ``into`` on."""
+        place = first if into is None else into
+        here = self._agent.get_xfer_descs(self._local_generations.part(place, count), "DRAM")
         there = self._agent.get_xfer_descs(self._theirs.generations.part(first, count), "DRAM")
         return self._start_transfer(self._agent.initialize_xfer("READ", here, there, self._theirs.agent))
 
     def _start_heartbeat(self) -> Any:
         """Start to read one number of the peer, into a place that nothing else uses."""
-        here = self._agent.get_xfer_descs(self._local_generations.part(len(self._generation_copy) - 1, 1), "DRAM")
-        there = self._agent.get_xfer_descs(self._theirs.generations.part(0, 1), "DRAM")
-        return self._start_transfer(self._agent.initialize_xfer("READ", here, there, self._theirs.agent))
+        return self._generations(0, 1, into=len(self._generation_copy) - 1)
 
     def _start_transfer(self, handle: Any) -> Any:
         self._agent.transfer(handle)

@@ -13,7 +13,7 @@ import logging
 import mmap
 import time
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -76,11 +76,12 @@ class StagingArea:
             ctypes.CDLL(None).mprotect(ctypes.c_void_p(self.address), ctypes.c_size_t(self.size), PROT_NONE)
 
 
-class PushTransfer:
+class PushTransfer(NamedTuple):
     """One request to the source, and the share of a read that it writes into the staging area from byte ``at`` on."""
 
-    def __init__(self, number: int, plan: CopyPlan, at: int) -> None:
-        self.number, self.plan, self.at = number, plan, at
+    number: int
+    plan: CopyPlan
+    at: int
 
 
 class NixlPushLink(NixlLink):
@@ -162,11 +163,7 @@ class NixlPushLink(NixlLink):
 
     def _disconnect(self, handles: list[Any]) -> None:
         pushing = any(isinstance(handle, PushTransfer) for handle in handles)
-        left = [
-            handle
-            for handle in (*handles, self._heartbeat)
-            if handle is not None and not isinstance(handle, PushTransfer)
-        ]
+        left = [each for each in (*handles, self._heartbeat) if not isinstance(each, PushTransfer | None)]
         handles.clear()
         self._heartbeat = None
         super()._disconnect(left)
