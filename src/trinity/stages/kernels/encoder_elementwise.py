@@ -89,8 +89,7 @@ class FusedLayerNorm(FusedModule, nn.LayerNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         if input.requires_grad or not are_supported(input, self.weight, self.bias):
-            found: Tensor = self.original_forward(input)
-            return found
+            return self.original_forward(input)
         return layer_norm(input, self.weight, self.bias, self.eps)
 
     @classmethod
@@ -108,8 +107,7 @@ class _PatchProduct(FusedModule, nn.Conv2d):
     def forward(self, input: Tensor) -> Tensor:
         (high, wide), whole = self.kernel_size, input.ndim == 4 and input.shape[1] == self.in_channels
         if not whole or input.shape[2] % high or input.shape[3] % wide or not are_supported(input, self.weight):
-            found: Tensor = self.original_forward(input)
-            return found
+            return self.original_forward(input)
         batch, channels, height, width = input.shape
         tall, broad = height // high, width // wide
         patches = input.view(batch, channels, tall, high, broad, wide).permute(0, 2, 4, 1, 3, 5)
@@ -134,8 +132,7 @@ class TableActivation(FusedModule):
 
     def forward(self, input: Tensor) -> Tensor:
         if input.dtype != torch.bfloat16 or input.requires_grad or not are_supported(input):
-            found: Tensor = self.original_forward(input)
-            return found
+            return self.original_forward(input)
         return apply_table(input, self.table, torch.empty_like(input))
 
 

@@ -155,7 +155,7 @@ def are_supported(*rows: Tensor) -> bool:
 class FusedModule(nn.Module):
     """Base put before a class of transformers; ``original_forward`` is that class's forward."""
 
-    original_forward: Callable[..., Any]
+    original_forward: Callable[..., Tensor]
     part: ClassVar[LayerPart | None] = None
 
     @classmethod
@@ -175,8 +175,7 @@ class FusedRmsNorm(FusedModule):
     def forward(self, hidden_states: Tensor) -> Tensor:
         weight: Any = self.weight
         if not are_supported(hidden_states, weight):
-            found: Tensor = self.original_forward(hidden_states)
-            return found
+            return self.original_forward(hidden_states)
         return rms_norm(hidden_states, weight, norm_epsilon(self))
 
     @classmethod
@@ -195,8 +194,7 @@ class FusedGatedMlp(FusedModule):
     def forward(self, x: Tensor) -> Tensor:
         parts: Any = self
         if not are_supported(x) or any(own_hooks(parts.act_fn)):
-            found: Tensor = self.original_forward(x)
-            return found
+            return self.original_forward(x)
         rows, inner = x.reshape(-1, x.shape[-1]), getattr(parts.gate_proj, "out_features", 1)
         tiles: Any = torch.split(rows, max(64, MLP_TILE // inner // 64 * 64))
         done = [parts.down_proj(silu_mul(parts.gate_proj(tile), parts.up_proj(tile))) for tile in tiles]
@@ -225,8 +223,7 @@ class FusedQuickGelu(FusedModule):
 
     def forward(self, input: Tensor) -> Tensor:
         if not are_supported(input):
-            found: Tensor = self.original_forward(input)
-            return found
+            return self.original_forward(input)
         return quick_gelu(input)
 
     @classmethod
