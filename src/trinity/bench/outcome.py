@@ -11,8 +11,6 @@ from trinity.bench.machine import MAX_FOREIGN_SHARE
 from trinity.bench.measure import Burst, SweepPoint, compare_rounds, select_undisturbed
 from trinity.bench.search import EngineGoodput, Goal, Trial, countable_trials, goodput_ratio
 from trinity.bench.servers import EngineSpec
-from trinity.report.plots.drawing import MARKERS, SERIES
-from trinity.report.plots.style import use_style
 from trinity.tables import Table, as_text, distribution
 
 
@@ -117,10 +115,17 @@ def save_json(path: str | Path, content: dict[str, Any]) -> None:
     Path(path).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-@use_style
 def plot_trials(trials: Sequence[Trial], goals: Sequence[Goal], path: str | Path) -> None:
     """Plot attainment over the rate: an axis for each goal, a line for each engine, a point for each valid trial."""
+    from trinity.report.plots.style import use_style
+
+    use_style(_draw_trials)(trials, goals, path)
+
+
+def _draw_trials(trials: Sequence[Trial], goals: Sequence[Goal], path: str | Path) -> None:
     from matplotlib.figure import Figure
+
+    from trinity.report.plots.drawing import series_colour, series_marker
 
     figure = Figure(figsize=(4.2 * len(goals), 3.4), layout="constrained")
     axes = figure.subplots(1, len(goals), squeeze=False)[0]
@@ -130,7 +135,7 @@ def plot_trials(trials: Sequence[Trial], goals: Sequence[Goal], path: str | Path
             points = sorted(
                 (each.rate, each.attainment[goal.key]) for each in countable_trials(trials) if each.engine == engine
             )
-            style = {"color": SERIES[number % len(SERIES)], "marker": MARKERS[number % len(MARKERS)]}
+            style = {"color": series_colour(number), "marker": series_marker(number)}
             axis.plot(*zip(*points, strict=True), label=engine, **style)
         axis.axhline(0.9, color="black", linewidth=0.8, linestyle=":")
         axis.set(

@@ -5,11 +5,14 @@ What is the same there under other names is renamed. What is not is refused by n
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from trinity.errors import ConfigError, UnsupportedModel
 from trinity.errors.arguments import show
+from trinity.errors.files import read_regular_file
 
 MODEL_TYPE = "internvl_chat"
 ARCHITECTURE = "InternVLChatModel"
@@ -71,6 +74,20 @@ _OF_ITS_CODE = ("architectures", "auto_map", "attn_implementation", "dtype", "to
 def is_internvl_chat(fields: Mapping[str, Any]) -> bool:
     """Tell if a config.json is of this format."""
     return fields.get("model_type") == MODEL_TYPE
+
+
+def has_internvl_chat(directory: Path) -> bool:
+    """Tell if a directory's config.json is of such a format. Raises ``ConfigError`` where it cannot be read."""
+    return is_internvl_chat(read_chat_fields(directory))
+
+
+def read_chat_fields(directory: Path) -> dict[str, Any]:
+    """Read config.json; {} where it cannot be read."""
+    try:
+        found = json.loads(read_regular_file(directory / "config.json", most=1 << 24))
+    except (ConfigError, ValueError, RecursionError):
+        return {}  # what is wrong with it is said where it is read as a config
+    return found if isinstance(found, dict) else {}
 
 
 def convert_config(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -17,9 +17,8 @@ from typing import Any
 
 from trinity.errors import ConfigError, UnsupportedModel
 from trinity.errors.arguments import show
+from trinity.errors.internvl_chat import has_internvl_chat
 from trinity.preprocess.checkpoint.config_file import read_config, read_json
-from trinity.preprocess.checkpoint.internvl_config import has_internvl_chat
-from trinity.preprocess.checkpoint.internvl_parts import PROCESSOR, make_internvl_processor
 from trinity.preprocess.checkpoint.libraries import explain_library
 from trinity.preprocess.checkpoint.model_files import check_files
 from trinity.preprocess.checkpoint.model_types import check_config, explain_how_to_add
@@ -158,6 +157,8 @@ def load_processor(model_dir: Path, config: Any, tokenizer: Any) -> Any:
     check_files(model_dir)  # which may be another than the checkpoint's
     check_processor_values(model_dir)
     if has_internvl_chat(model_dir):
+        from trinity.preprocess.checkpoint.internvl_format import PROCESSOR, make_internvl_processor
+
         return make_internvl_processor(_accept_stand_in(find_processor_class(PROCESSOR)), model_dir, tokenizer)
     processor_class = _processor_class(model_dir, config)
     if processor_class is None:

@@ -11,12 +11,16 @@ from base64 import b64encode
 from collections.abc import Iterator, Sequence
 from html import escape
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from trinity.errors.files import write_file
 from trinity.planner import Candidate, Plan
 from trinity.report import plots
 from trinity.report.plots.traffic import Replays, ServedTraffic
 from trinity.tables import Table, as_html
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 TIMELINE_S = 10.0  # of a timeline that is shown; more would be too small to read
 _POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
@@ -70,47 +74,43 @@ def _sections(plan: Plan, replays: Replays, plans: Sequence[Plan], served: Serve
     yield table
     explained = map(escape, plan.explain().splitlines())
     yield from (f"<p>{line}</p>" for line in explained if line not in table)
-    yield _figure(plots.render_svg(plots.plot_ratios(plan)), f"Heat map of what each ratio reaches; {_best(plan)}")
-    yield _figure(
-        plots.render_svg(plots.plot_attainment(plan)), "Share of the requests in time against the request rate"
-    )
+    yield _figure(plots.plot_ratios(plan), f"Heat map of what each ratio reaches; {_best(plan)}")
+    yield _figure(plots.plot_attainment(plan), "Share of the requests in time against the request rate")
     yield f"<h2>{escape(plan.best.placement)} at its goodput</h2>"
     caption = "Share of the time that each instance works, by stage"
-    yield _figure(plots.render_svg(plots.plot_utilisation(plan.best)), caption)
+    yield _figure(plots.plot_utilisation(plan.best), caption)
     yield _memory_table(plan.best)
     if plans:
         yield "<h2>Other SLOs</h2>"
-        yield _figure(plots.render_svg(plots.plot_best_method(plans)), "The best method under each SLO")
+        yield _figure(plots.plot_best_method(plans), "The best method under each SLO")
     if replays:
         yield from _replay_sections(plan, replays)
     if served:
         yield "<h2>Where the time goes</h2>"
-        yield _figure(plots.render_svg(plots.plot_breakdown(served)), "Mean time of a request in each span")
+        yield _figure(plots.plot_breakdown(served), "Mean time of a request in each span")
     yield f"<h2>The requests that it was planned on</h2>{plan.trace._repr_html_()}"
 
 
 def _replay_sections(plan: Plan, replays: Replays) -> Iterator[str]:
     yield "<h2>Replays</h2>"
-    yield _figure(
-        plots.render_svg(plots.plot_scatter(replays, plan.slo)), "Latencies of every request, by rate and deployment"
-    )
+    yield _figure(plots.plot_scatter(replays, plan.slo), "Latencies of every request, by rate and deployment")
     if len(replays) > 1:
-        yield _figure(plots.render_svg(plots.plot_radar(replays)), "Ranks of the deployments at each rate")
+        yield _figure(plots.plot_radar(replays), "Ranks of the deployments at each rate")
     for name, by_rate in replays.items():
         for rate, replay in sorted(by_rate.items()):
             if replay.timeline:
                 title = f"{name} at {rate:.4g} requests/s"
                 drawn = plots.plot_timeline(replay, end_s=TIMELINE_S, title=title)
-                yield _figure(plots.render_svg(drawn), f"What ran when: {title}")
+                yield _figure(drawn, f"What ran when: {title}")
 
 
 def _best(plan: Plan) -> str:
     return f"the best is {plan.best.placement}" if plan.met else "no candidate meets the SLO"
 
 
-def _figure(svg: bytes, caption: str) -> str:
+def _figure(figure: Figure, caption: str) -> str:
     """Embed a plot as an image rather than as SVG elements, so that definitions of one plot do not affect another."""
-    source = f"data:image/svg+xml;base64,{b64encode(svg).decode()}"
+    source = f"data:image/svg+xml;base64,{b64encode(plots.render_svg(figure)).decode()}"
     words = escape(caption)
     return f'<figure><img alt="{words}" src="{source}"><figcaption>{words}.</figcaption></figure>'
 

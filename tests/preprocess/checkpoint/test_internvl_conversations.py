@@ -10,7 +10,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 
 from support.internvl_folders import CONVERSATION, SYSTEM
 from trinity.errors import ConfigError, UnsupportedModel
-from trinity.preprocess.checkpoint.internvl_conversations import CONVERSATIONS, ChatTexts, read_conversation
+from trinity.preprocess.checkpoint.internvl_format import CONVERSATIONS, ChatTexts, read_conversation
 
 
 def write(folder: Path, text: str | bytes = CONVERSATION) -> Path:

@@ -17,7 +17,7 @@ from support.internvl_chats import copy_published, needs_sentencepiece, picture,
 from support.internvl_folders import PUBLISHED, SIDE
 from support.internvl_tokenizers import write_sentencepiece
 from trinity.errors import BadMedia, ConfigError, RequestError, UnsupportedModel
-from trinity.preprocess.checkpoint import internvl_parts
+from trinity.preprocess.checkpoint import internvl_format
 from trinity.preprocess.checkpoint.config_file import read_config
 from trinity.preprocess.processor import RequestProcessor
 from trinity.request import Media, Request
@@ -235,7 +235,7 @@ def test_a_llamas_tokenizer_of_the_older_manner_splits_texts_alike(
 def test_what_reads_sentencepiece_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     needs_sentencepiece()
     folder = copy_published("small", tmp_path)
-    monkeypatch.setattr(internvl_parts, "_is_here", lambda module: module != "sentencepiece")
+    monkeypatch.setattr(internvl_format, "_is_here", lambda module: module != "sentencepiece")
     with pytest.raises(ConfigError, match="with sentencepiece, not installed here: pip install sentencepiece"):
         RequestProcessor(folder)
 

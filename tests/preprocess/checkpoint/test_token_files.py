@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from trinity.errors import ConfigError
-from trinity.preprocess.checkpoint.token_files import read_token_ids
+from trinity.preprocess.checkpoint.internvl_format import read_token_ids
 
 
 def write(folder: Path, **files: Any) -> Path:

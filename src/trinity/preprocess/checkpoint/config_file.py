@@ -16,7 +16,6 @@ from trinity.errors.arguments import show
 from trinity.errors.hub_ids import ADAPTER, explain_no_config
 from trinity.errors.internvl_chat import is_internvl_chat
 from trinity.errors.plain_values import find_scheme
-from trinity.preprocess.checkpoint.internvl_config import convert_fields
 from trinity.preprocess.checkpoint.model_files import MOST_CONFIG_BYTES, check_files, check_shards
 from trinity.preprocess.checkpoint.model_types import explain_how_to_add
 
@@ -96,6 +95,8 @@ def _read_own(fields: dict[str, Any], model_dir: Path) -> Any:
 def _convert(fields: dict[str, Any], model_dir: Path) -> Any:
     """Make the config of one of transformers' types of the fields of OpenGVLab's own."""
     from transformers import CONFIG_MAPPING
+
+    from trinity.preprocess.checkpoint.internvl_format import convert_fields
 
     fields = convert_fields(fields, model_dir)
     try:

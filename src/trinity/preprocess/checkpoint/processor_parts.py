@@ -8,27 +8,7 @@ from typing import Any
 
 from trinity.preprocess.checkpoint.config_file import read_json
 from trinity.preprocess.checkpoint.model_files import check_files
-from trinity.preprocess.checkpoint.video_processors import find_images, load_video_processor
-
-_VIDEO_FIELDS = (
-    "merge_size",
-    "patch_size",
-    "temporal_patch_size",
-    "slice_mode",
-    "downsample_mode",
-    "num_frames",
-    "fps",
-)
-
-
-class NoVideo:
-    """Stands in for a video processor of a type whose videos do not serve; takes its sizes from ``images``."""
-
-    model_input_names: tuple[str, ...] = ()
-
-    def __init__(self, images: Any) -> None:
-        for name in _VIDEO_FIELDS:
-            setattr(self, name, getattr(images, name, None))
+from trinity.preprocess.checkpoint.video_processors import NoVideo, find_images, load_video_processor
 
 
 def load_media_parts(model_dir: Path, config: Any, names: Collection[str], with_video: bool) -> dict[str, Any]:

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from trinity.errors import ConfigError
+from trinity.errors.internvl_chat import has_internvl_chat
 from trinity.preprocess.checkpoint.config_file import read_config
-from trinity.preprocess.checkpoint.internvl_config import has_internvl_chat
-from trinity.preprocess.checkpoint.internvl_parts import load_internvl_tokenizer
 from trinity.preprocess.checkpoint.libraries import how_to_install, library_version
 
 TEKKEN = "tekken.json"
@@ -30,6 +29,8 @@ def load_tokenizer(directory: Path) -> Any:
     from transformers import PreTrainedTokenizerFast
 
     if has_internvl_chat(directory):
+        from trinity.preprocess.checkpoint.internvl_format import load_internvl_tokenizer
+
         return load_internvl_tokenizer(directory)
     if has_tekken_alone(directory):
         return _convert(directory, as_written=_is_of_writer(directory))

@@ -22,6 +22,25 @@ from trinity.errors import UnsupportedModel
 
 _TWINS = ("transformers.image_processing_backends", "transformers.models.auto.auto_mappings")
 _PRIVATE = "trinity_twin_of."  # begins the names of twins, under which inspection finds their source
+_VIDEO_FIELDS = (
+    "merge_size",
+    "patch_size",
+    "temporal_patch_size",
+    "slice_mode",
+    "downsample_mode",
+    "num_frames",
+    "fps",
+)
+
+
+class NoVideo:
+    """Stands in for a video processor of a type whose videos do not serve; takes its sizes from ``images``."""
+
+    model_input_names: tuple[str, ...] = ()
+
+    def __init__(self, images: Any) -> None:
+        for name in _VIDEO_FIELDS:
+            setattr(self, name, getattr(images, name, None))
 
 
 def backend_name() -> str:

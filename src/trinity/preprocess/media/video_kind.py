@@ -12,8 +12,7 @@ import numpy as np
 
 from trinity.errors import ConfigError, describe_error
 from trinity.errors.plain_values import is_address
-from trinity.preprocess.checkpoint.processor_parts import NoVideo
-from trinity.preprocess.checkpoint.video_processors import backend_name
+from trinity.preprocess.checkpoint.video_processors import NoVideo, backend_name
 from trinity.preprocess.media.clips import Frames, check_size, plain_clip, price_clip, read_frames
 from trinity.preprocess.media.image_kind import reserved_tokens
 from trinity.preprocess.media.media_costs import RESIZE_NS, Price

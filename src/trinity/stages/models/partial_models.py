@@ -15,7 +15,6 @@ from trinity.errors import UnsupportedModel
 from trinity.errors.internvl_chat import ARCHITECTURE
 from trinity.preprocess.checkpoint.config_file import check_elements
 from trinity.stages.models.base import ModelAdapter, find_head
-from trinity.stages.models.internvl_weights import find_chat_class
 from trinity.stages.models.registry import HOW_TO_ADD
 
 
@@ -28,6 +27,8 @@ def find_model_class(config: Any) -> Any:
 
     for named in getattr(config, "architectures", None) or ():
         if named == ARCHITECTURE:
+            from trinity.stages.models.internvl_weights import find_chat_class
+
             return find_chat_class()
         if hasattr(transformers, named):
             return getattr(transformers, named)
