@@ -12,7 +12,7 @@ import inspect
 import io
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -123,11 +123,8 @@ class Oracle:
 
     def _typed_inputs(self, request: Request) -> dict[str, Any]:
         """Make inputs whose pixels have the model's dtype: some processors give bfloat16 (Llama 4)."""
-        made = self.inputs(request)
-        floating = {
-            name for name, value in made.items() if isinstance(value, torch.Tensor) and value.is_floating_point()
-        }
-        return {name: value.to(self._model.dtype) if name in floating else value for name, value in made.items()}
+        made, dtype = self.inputs(request), self._model.dtype
+        return {name: value.to(dtype) if _is_floating(value) else value for name, value in made.items()}
 
     def inputs(self, request: Request) -> dict[str, Any]:
         """Make the inputs of ``generate()``, as transformers documents it."""
@@ -136,7 +133,8 @@ class Oracle:
         clips = [item.source for item in media if item.kind == "video"]
         sounds = [load_audio_as_transformers(item.source, self._processor) for item in media if item.kind == "audio"]
         if request.messages is not None:
-            return self._chat_inputs(request.messages, iter(images), clips, iter(sounds))
+            sources = {"image": images, "video": [clip.frames for clip in clips], "audio": sounds}
+            return self._chat_inputs(request.messages, sources, clips)
         assert isinstance(request.prompt, str), "the oracle takes prompt= or messages="
         text = split_at_markers(request.prompt, self._loaded.placeholders, Counter(item.kind for item in media))
         if self._loaded.in_front and images:
@@ -157,22 +155,17 @@ class Oracle:
         return dict(self._processor(text=[whole], return_tensors="pt", **given))
 
     def _chat_inputs(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        images: Iterator[Any],
-        clips: Sequence[Clip],
-        sounds: Iterator[Any],
+        self, messages: Sequence[Mapping[str, Any]], media: Mapping[str, Sequence[Any]], clips: Sequence[Clip]
     ) -> dict[str, Any]:
         """Give the chat to transformers as its documents do: each medium inside its own part."""
-        chat, videos = [], iter(clips)
+        chat, left = [], {kind: iter(given) for kind, given in media.items()}
         for message in messages:
             content = message["content"]
             if not isinstance(content, str):
-                content = [dict(part, image=next(images)) if part["type"] == "image" else part for part in content]
                 content = [
-                    dict(part, video=next(videos).frames) if part["type"] == "video" else part for part in content
+                    {**part, part["type"]: next(left[part["type"]])} if part["type"] in left else part
+                    for part in content
                 ]
-                content = [dict(part, audio=next(sounds)) if part["type"] == "audio" else part for part in content]
             chat.append({**message, "content": content})
         settings: dict[str, Any] = {
             "tokenize": True,
@@ -199,6 +192,10 @@ def describe_clips(clips: Sequence[Clip]) -> dict[str, Any]:
         told: dict[str, Any] = {"total_num_frames": count, "fps": clip.fps, "frames_indices": list(range(count))}
         described.append({**told, "duration": None if clip.fps is None else count / clip.fps})
     return {"video_metadata": described}
+
+
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
 def _as_list(features: Any) -> list[torch.Tensor]:

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from support.checkpoint_files import checkpoint
 from trinity.preprocess.checkpoint.verdicts import MediaFacts
-from trinity.stages.models.banned_logits import BANNED, set_aside
 from trinity.stages.models.checks import _row_errors
 from trinity.stages.models.generic import FORWARD, GenericAdapter
 from trinity.stages.models.own_forward import forward_features, forward_logits
+from trinity.stages.models.own_logits import BANNED, set_aside
 from trinity.stages.models.partial_models import make_partial_class
 from trinity.stages.proof.subject import Subject, relative_error
 

@@ -21,7 +21,7 @@ from trinity.errors import UnsupportedModel
 from trinity.preprocess.checkpoint.verdicts import require_facts
 from trinity.preprocess.processor import RequestProcessor
 from trinity.stages.models import checks, load_model
-from trinity.stages.models.own_faults import explain_no_numbers
+from trinity.stages.models.own_logits import explain_no_numbers
 from trinity.stages.proof import prove
 
 NOT_NUMBERS = [float("nan"), float("inf")]

@@ -13,7 +13,7 @@ import importlib.metadata
 import importlib.util
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -95,34 +95,39 @@ def find_images(name: str, backend: str) -> Any:
 
     transformers' root hides some where torchvision is not installed. Raises ``ImportError``.
     """
-    from transformers.models.auto.configuration_auto import model_type_to_module_name
     from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING_NAMES
 
     names: Mapping[str, Any] = IMAGE_PROCESSOR_MAPPING_NAMES
-    for owner in [owner for owner, known in names.items() if (known or {}).get(backend) == name]:
-        module = model_type_to_module_name(owner)
-        path = f"transformers.models.{module}.image_processing_{'pil_' * (backend == 'pil')}{module}"
-        if importlib.util.find_spec(path) is None:
-            continue
-        found = importlib.import_module(path) if backend == "pil" else _load(path)
-        if hasattr(found, name):
-            return getattr(found, name)
-    raise ImportError(f"transformers has no image processor {name}")
+    owners = [owner for owner, known in names.items() if (known or {}).get(backend) == name]
+    if backend == "pil":
+        found = _find_in_modules(name, owners, "image_processing_pil", importlib.import_module)
+    else:
+        found = _find_in_modules(name, owners, "image_processing", _load)
+    if found is None:
+        raise ImportError(f"transformers has no image processor {name}")
+    return found
 
 
 def _find_class(name: str, model_type: str) -> Any:
+    owners = [owner for owner, known in _class_names().items() if known == name]
+    found = _find_in_modules(name, owners, "video_processing", _load)
+    if found is None:
+        raise UnsupportedModel(
+            f"the checkpoint of model type {model_type!r} names a video processor {name!r}, which this transformers "
+            "does not have; install the version that the checkpoint names"
+        )
+    return found
+
+
+def _find_in_modules(name: str, owners: Iterable[str], part: str, load: Callable[[str], Any]) -> Any:
+    """Find a class in this part of the modules of these model types; None if none has it."""
     from transformers.models.auto.configuration_auto import model_type_to_module_name
 
-    owners = [owner for owner, known in _class_names().items() if known == name]
-    for owner in owners:
-        module = model_type_to_module_name(owner)
-        path = f"transformers.models.{module}.video_processing_{module}"
-        if importlib.util.find_spec(path) is not None and hasattr(found := _load(path), name):
+    for module in map(model_type_to_module_name, owners):
+        path = f"transformers.models.{module}.{part}_{module}"
+        if importlib.util.find_spec(path) is not None and hasattr(found := load(path), name):
             return getattr(found, name)
-    raise UnsupportedModel(
-        f"the checkpoint of model type {model_type!r} names a video processor {name!r}, which this transformers does "
-        "not have; install the version that the checkpoint names"
-    )
+    return None
 
 
 # ---------------------------------------------------------------- torchvision, or twins of modules without it

@@ -20,14 +20,13 @@ from trinity.stages.attention.torch_reference import TorchAttention
 from trinity.stages.batch import NO_DECODES, Chunk, Decodes, RaggedBatch, build_batch
 from trinity.stages.kernels.probes import FAR_POSITIONS, find_limits
 from trinity.stages.kernels.swaps import drop_swaps, without_swaps
-from trinity.stages.models.banned_logits import set_aside
 from trinity.stages.models.base import ModelAdapter
 from trinity.stages.models.float32_forward import in_float32
 from trinity.stages.models.generic import GenericAdapter
 from trinity.stages.models.held_rows import PromptTurn, bounds_steps, without_bounds
 from trinity.stages.models.indexers import choosing_few
 from trinity.stages.models.loaded_model import LoadedModel
-from trinity.stages.models.own_faults import explain_no_numbers
+from trinity.stages.models.own_logits import explain_no_numbers, set_aside
 from trinity.stages.models.registry import HOW_TO_ADD, known_models
 from trinity.stages.models.state_probe import STATE_KINDS, STATELESS_KINDS, list_layer_kinds
 from trinity.stages.models.states import StateLayout, StateStep

@@ -229,3 +229,29 @@ class QwenOmniThinker(ModelAdapter):
         ids = torch.from_numpy(prompt)[None]
         found, delta = model.base_model.get_rope_index(ids, image, None, torch.ones_like(ids), False, audio, None)
         return RotaryPositions(found[:, 0].long().numpy(), int(delta))
+
+
+BUILT_IN: dict[str, type[ModelAdapter]] = {
+    "llava": Llava,
+    "llava_next": TiledLlava,
+    "llava_next_video": TiledLlava,
+    "llava_onevision": LlavaOneVision,
+    "qwen2_vl": ModelAdapter,
+    "qwen2_5_vl": ModelAdapter,
+    "qwen3_vl": ModelAdapter,
+    "internvl": ModelAdapter,
+    "smolvlm": Idefics,
+    "idefics3": Idefics,
+    "gemma3": Gemma3,
+    "minicpmv4_6": MiniCPM,
+    "video_llama_3": VideoLlama3,
+    "qwen2_audio": Qwen2Audio,
+    "audioflamingo3": ModelAdapter,
+    "glmasr": ModelAdapter,
+    "qwen3_asr": ModelAdapter,
+    "qwen2_5_omni_thinker": QwenOmniThinker,
+    "qwen3_omni_moe_thinker": QwenOmniThinker,
+    "llama": ModelAdapter,
+    "mistral": ModelAdapter,
+}
+"""Adapters by ``config.model_type``."""

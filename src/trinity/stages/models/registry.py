@@ -10,17 +10,7 @@ from trinity.errors import UnsupportedModel
 from trinity.preprocess.checkpoint import model_types
 from trinity.preprocess.checkpoint.model_types import ENTRY_POINTS, PROVEN
 from trinity.stages.models.base import ModelAdapter
-from trinity.stages.models.families import (
-    Gemma3,
-    Idefics,
-    Llava,
-    LlavaOneVision,
-    MiniCPM,
-    Qwen2Audio,
-    QwenOmniThinker,
-    TiledLlava,
-    VideoLlama3,
-)
+from trinity.stages.models.families import BUILT_IN
 from trinity.stages.models.generic import GenericAdapter
 
 HOW_TO_ADD = (
@@ -28,29 +18,7 @@ HOW_TO_ADD = (
     f'"{ENTRY_POINTS}" (model_type = "package:Class"), or call register_adapter(model_type, Class).'
 )
 
-_adapters: dict[str, type[ModelAdapter]] = {
-    "llava": Llava,
-    "llava_next": TiledLlava,
-    "llava_next_video": TiledLlava,
-    "llava_onevision": LlavaOneVision,
-    "qwen2_vl": ModelAdapter,
-    "qwen2_5_vl": ModelAdapter,
-    "qwen3_vl": ModelAdapter,
-    "internvl": ModelAdapter,
-    "smolvlm": Idefics,
-    "idefics3": Idefics,
-    "gemma3": Gemma3,
-    "minicpmv4_6": MiniCPM,
-    "video_llama_3": VideoLlama3,
-    "qwen2_audio": Qwen2Audio,
-    "audioflamingo3": ModelAdapter,
-    "glmasr": ModelAdapter,
-    "qwen3_asr": ModelAdapter,
-    "qwen2_5_omni_thinker": QwenOmniThinker,
-    "qwen3_omni_moe_thinker": QwenOmniThinker,
-    "llama": ModelAdapter,
-    "mistral": ModelAdapter,
-}
+_adapters = dict(BUILT_IN)
 # Text models known to be exact as such; in a multimodal model the one that it was proven with (PROVEN), and no other.
 _TEXT_MODELS = frozenset(
     {"llama", "mistral", "qwen2", "qwen3", "gemma3_text", "qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text"}

@@ -19,11 +19,10 @@ from trinity.preprocess.checkpoint.verdicts import MEDIA, MediaFacts
 from trinity.preprocess.media.audio_kind import find_extractor
 from trinity.preprocess.media.media_kinds import kind_names
 from trinity.preprocess.media.media_markup import VIDEO_TEXT
-from trinity.stages.models.banned_logits import set_aside
 from trinity.stages.models.base import HEAD_FIELDS, ModelAdapter, find_head
 from trinity.stages.models.generic import FORWARD, below_head, find_text
 from trinity.stages.models.load_bar import quiet
-from trinity.stages.models.own_faults import explain_no_numbers
+from trinity.stages.models.own_logits import explain_no_numbers, set_aside
 from trinity.stages.models.partial_models import find_model_class, list_towers, load_whole
 from trinity.stages.models.states import StateLayout
 from trinity.stages.models.unneeded_weights import list_needed

@@ -1,4 +1,7 @@
-"""Logits of a model's own that are no numbers, and the weights that may be why: no comparison says anything of them."""
+"""Logits of a model's own that no comparison must take as they are: those that are no numbers, and banned ones.
+
+Some models ban tokens in their own forward, as Chameleon does those of an image: they are compared apart from others.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+BANNED = -65504.0  # the least of float16: no logit that says anything is as low
 _MOST_NAMES = 3
+
+
+def set_aside(found: Tensor, expected: Tensor) -> tuple[Tensor, Tensor]:
+    """Return both with banned logits as 0, lest the largest of them hide all errors; infinite where but one is banned.
+
+    Both have any equal shape.
+    """
+    banned, also = expected <= BANNED, found <= BANNED
+    return found.masked_fill(banned & also, 0.0).masked_fill(banned ^ also, torch.inf), expected.masked_fill(
+        banned, 0.0
+    )
 
 
 def explain_no_numbers(logits: Tensor, model: Any) -> str:
