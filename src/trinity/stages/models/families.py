@@ -231,7 +231,7 @@ class QwenOmniThinker(ModelAdapter):
         return RotaryPositions(found[:, 0].long().numpy(), int(delta))
 
 
-BUILT_IN: dict[str, type[ModelAdapter]] = {
+ADAPTERS: dict[str, type[ModelAdapter]] = {
     "llava": Llava,
     "llava_next": TiledLlava,
     "llava_next_video": TiledLlava,

@@ -10,7 +10,7 @@ from trinity.errors import UnsupportedModel
 from trinity.preprocess.checkpoint import model_types
 from trinity.preprocess.checkpoint.model_types import ENTRY_POINTS, PROVEN
 from trinity.stages.models.base import ModelAdapter
-from trinity.stages.models.families import BUILT_IN
+from trinity.stages.models.families import ADAPTERS
 from trinity.stages.models.generic import GenericAdapter
 
 HOW_TO_ADD = (
@@ -18,7 +18,7 @@ HOW_TO_ADD = (
     f'"{ENTRY_POINTS}" (model_type = "package:Class"), or call register_adapter(model_type, Class).'
 )
 
-_adapters = dict(BUILT_IN)
+_adapters = dict(ADAPTERS)
 # Text models known to be exact as such; in a multimodal model the one that it was proven with (PROVEN), and no other.
 _TEXT_MODELS = frozenset(
     {"llama", "mistral", "qwen2", "qwen3", "gemma3_text", "qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text"}
