@@ -49,36 +49,37 @@ class FlashAttention(TorchAttention):
         self, rows: PagedRows, cache: Tensor, qkv: tuple[Tensor, Tensor, Tensor], params: AttentionParams
     ) -> Tensor:
         """See ``AttentionBackend.attend``."""
-        if not self._can_serve(rows, cache, params):
+        batch = self._flash_rows(rows, cache, params)
+        if batch is None:
             return super().attend(rows, cache, qkv, params)
         self.write(rows, cache, *qkv[1:], params.layer)
-        return self.read(rows, cache, qkv[0], params)
+        return self._attend_pages(batch, cache, qkv[0], params)
 
     def read(self, rows: PagedRows, cache: Tensor, query: Tensor, params: AttentionParams) -> Tensor:
         """See ``SplitAttention.read``."""
-        if not self._can_serve(rows, cache, params):
+        batch = self._flash_rows(rows, cache, params)
+        if batch is None:
             return super().read(rows, cache, query, params)
-        batch = make_flash_rows(rows, cache.device)
-        return self._call(query.contiguous(), view_pages(cache, params.layer), batch, params)
+        return self._attend_pages(batch, cache, query, params)
 
-    def _can_serve(self, rows: PagedRows, cache: Tensor, params: AttentionParams) -> bool:
-        """Tell if ``call`` can serve a batch, else plain torch must."""
-        special = params.span is not None or params.sinks is not None or make_flash_rows(rows, cache.device).groups
-        return not special and (params.softcap is None or self._softcap)
+    def _flash_rows(self, rows: PagedRows, cache: Tensor, params: AttentionParams) -> FlashRows | None:
+        """Return the batch for ``call``; None if plain torch must serve it."""
+        batch: FlashRows | None = rows.memo.get("flash")
+        if batch is None:
+            batch = rows.memo["flash"] = make_flash_rows(make_varlen_rows(rows, cache.device), rows)
+        return None if batch.groups or not self._can_serve(params) else batch
+
+    def _attend_pages(self, batch: FlashRows, cache: Tensor, query: Tensor, params: AttentionParams) -> Tensor:
+        pages = (cache[:, params.layer, 0].transpose(1, 2), cache[:, params.layer, 1].transpose(1, 2))
+        return self._call(query.contiguous(), pages, batch, params)
+
+    def _can_serve(self, params: AttentionParams) -> bool:
+        return params.span is None and params.sinks is None and (params.softcap is None or self._softcap)
 
 
-def view_pages(cache: Tensor, layer: int) -> Pages:
-    """View a layer's keys and values as pages [pages, page_rows, kv_heads, head_dim]."""
-    return cache[:, layer, 0].transpose(1, 2), cache[:, layer, 1].transpose(1, 2)
-
-
-def make_flash_rows(rows: PagedRows, device: torch.device) -> FlashRows:
-    """Make the numbers that flash-attn takes of a batch, once."""
-    made: FlashRows | None = rows.memo.get("flash")
-    if made is not None:
-        return made
-    batch: VarlenRows = rows.memo.get("varlen") or make_varlen_rows(rows, device)
-    made = rows.memo["flash"] = FlashRows(
+def make_flash_rows(batch: VarlenRows, rows: PagedRows) -> FlashRows:
+    """Make the numbers that flash-attn takes of a batch."""
+    return FlashRows(
         tables=batch.tables.int(),
         begins=batch.begins.int(),
         lengths=batch.lengths.int(),
@@ -86,7 +87,6 @@ def make_flash_rows(rows: PagedRows, device: torch.device) -> FlashRows:
         most_rows=max([1 if rows.decodes else 0, *(chunk.length for chunk in rows.chunks)]),
         longest=max([int(rows.lengths.max()) if rows.decodes else 0, *(chunk.end for chunk in rows.chunks)]),
     )
-    return made
 
 
 def call_flash_attn(query: Tensor, pages: Pages, rows: FlashRows, params: AttentionParams) -> Tensor:

@@ -11,9 +11,9 @@ from abc import abstractmethod
 
 from torch import Tensor
 
-from trinity.stages.attention.gpu.flash import call_flash3, make_flash_rows, view_pages
+from trinity.stages.attention.gpu.flash import FlashRows, Pages, call_flash3, make_flash_rows
 from trinity.stages.attention.gpu.triton import LayerKind, TritonAttention
-from trinity.stages.attention.gpu.varlen import VarlenRows
+from trinity.stages.attention.gpu.varlen import VarlenRows, make_varlen_rows
 from trinity.stages.attention.interface import AttentionParams, PagedRows
 
 
@@ -57,4 +57,13 @@ class FlashAttention3(LibraryAttention):
     supports_graphs = supports_chunk_slots = True  # chunks of a recording are read by trinity's own kernels
 
     def _read_pages(self, rows: PagedRows, cache: Tensor, query: Tensor, params: AttentionParams) -> Tensor:
-        return call_flash3(query, view_pages(cache, params.layer), make_flash_rows(rows, cache.device), params)
+        batch: FlashRows | None = rows.memo.get("flash")
+        if batch is None:
+            varlen = rows.memo.get("varlen") or make_varlen_rows(rows, cache.device)
+            batch = rows.memo["flash"] = make_flash_rows(varlen, rows)
+        return call_flash3(query, view_pages(cache, params.layer), batch, params)
+
+
+def view_pages(cache: Tensor, layer: int) -> Pages:
+    """View a layer's keys and values as pages [pages, page_rows, kv_heads, head_dim]."""
+    return cache[:, layer, 0].transpose(1, 2), cache[:, layer, 1].transpose(1, 2)
