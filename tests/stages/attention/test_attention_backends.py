@@ -121,4 +121,4 @@ def test_it_travels_to_an_instance_in_a_process() -> None:
     assert isinstance(there, Setup)
     assert type(_backend(load_instance(there))) is TorchAttention
     with pytest.raises(UnknownName, match="flesh"):
-        load_instance(msgspec.structs.replace(there, attention="flesh"))
+        load_instance(msgspec.structs.replace(there, instance={**there.instance, "attention": "flesh"}))
