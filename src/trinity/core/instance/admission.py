@@ -39,7 +39,7 @@ class Candidates:
             new_prefills=self._new_prefills() if language else (),
             new_encodes=self._new_encodes() if vision else (),
             free_kv=self._free_kv() if language else 0,
-            free_media=self._free_media(),
+            free_media=self._free_media() if vision else {},
             outstanding=outstanding(s.lanes, lane),
         )
         if language and s.leading:
@@ -67,7 +67,7 @@ class Candidates:
     def _free_media(self) -> dict[str, int]:
         """Free blocks for features, by kind; none while an offer of features waits."""
         s = self.s
-        return {} if s.image_offers else {kind: s.pools[kind].available for kind in s.does.features & s.pools.keys()}
+        return {} if s.image_offers else {kind: pool.available for kind, pool in s.feature_pools.items()}
 
     def _unpin(self, pins: list[tuple[str, str, tuple[int, ...]]]) -> None:
         for _, kind, blocks in pins:

@@ -76,7 +76,7 @@ def find_repeated(s: State) -> RepeatedStep | None:
     if s.leading:
         return None
     flights = [flight for flight in s.lanes.values() if flight]
-    if len(flights) != 1 or len(flights[0]) != s.settings.steps_in_flight:
+    if len(flights) != 1 or len(flights[0]) != s.depth:
         return None
     rows = s.decode_batch.rows
     if any(running.step.decodes != rows or running.step.prefills or running.step.encodes for running in flights[0]):

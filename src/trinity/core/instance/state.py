@@ -53,6 +53,8 @@ class State:
         self.settings, self.router = settings, router
         self.does = roles_of(settings.roles)
         self.pools = {kind: BlockPool(kind, size) for kind, size in settings.pools.items()}
+        self.feature_pools = {kind: pool for kind, pool in self.pools.items() if kind in self.does.features}
+        self.depth = settings.steps_in_flight
         self.requests: dict[str, RequestState] = {}
         self.encode_queue = Queue(self._order(lambda state: sum(span.tokens for span in state.work.media)))
         self.prefill_queue = Queue(self._order(lambda state: len(state.work.prompt)))

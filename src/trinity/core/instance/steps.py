@@ -37,7 +37,7 @@ def pump(s: State, now: float) -> None:
             admit_offers(s, now)
         again = False
         for lane, flight in s.lanes.items():
-            while len(flight) < s.settings.steps_in_flight:
+            while len(flight) < s.depth:
                 before = len(flight)
                 again = _fill(s, lane, now) or again
                 if len(flight) == before:
@@ -52,7 +52,7 @@ def _fill(s: State, lane: str, now: float) -> bool:
     preempted = s.preemptions
     rows: tuple[str, ...] = ()
     if "language" in LANE_PARTS[lane]:
-        rows = tuple(s.decoding) if s.settings.steps_in_flight == 1 else next_decodes(s)
+        rows = tuple(s.decoding) if s.depth == 1 else next_decodes(s)
         if s.grows:
             rows = grow_tables(s, rows, now)
     if not s.before_decode and not s.leading:
