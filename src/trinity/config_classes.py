@@ -73,7 +73,7 @@ def documented_by(*configs: type) -> Callable[[type[Made]], type[Made]]:
 
 
 def help_texts(config: type) -> dict[str, str]:
-    """Return the help text of each setting of a configuration class, a bullet of the docstring that declares it."""
+    """Return the help text of each setting, a bullet of the docstring of the class that declares it; its own first."""
     texts: dict[str, str] = {}
     for kind in config.__mro__:
         if "__dataclass_fields__" not in vars(kind):
@@ -82,7 +82,9 @@ def help_texts(config: type) -> dict[str, str]:
             name = _BULLET.match(bullet)
             if name is not None and name[1] in vars(kind)["__annotations__"]:
                 texts.setdefault(name[1], bullet.replace("\n", "\n    "))
-    return {each.name: texts[each.name] for each in dataclasses.fields(config) if each.name in texts}
+    own = vars(config)["__annotations__"]
+    ordered = sorted(dataclasses.fields(config), key=lambda each: each.name not in own)
+    return {each.name: texts[each.name] for each in ordered if each.name in texts}
 
 
 def set_fields(record: object, **values: Any) -> None:
