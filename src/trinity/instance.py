@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import runpy
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import KW_ONLY, dataclass, fields, replace
 from typing import Any
 
 from trinity.config_classes import documented_by, set_fields
@@ -68,6 +68,7 @@ class Instance(InstanceOptions, PoolSizes):
 
     roles: str
     name: InstanceName = ""
+    _: KW_ONLY
     rules: BatchRules | None = None
     stages: Sequence[StageFactory | str] = ()
     cores: tuple[int, ...] = ()

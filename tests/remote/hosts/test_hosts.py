@@ -86,7 +86,7 @@ WRONG: dict[str, tuple[str | bytes, str]] = {
     "an empty label": (HOST.replace("10.0.0.1", "a..b"), r"give its IP address or its name"),
     "a long label": (HOST.replace("10.0.0.1", "a" * 64 + ".net"), r"give its IP address or its name"),
     "a scope of no letters": (HOST.replace("10.0.0.1", "fe80::1%\\n"), r"give its IP address or its name"),
-    "a size below nothing": (HOST.replace("7000}", "7000, memory_bytes = -5}"), r">= 0 - at"),
+    "a size of nothing": (HOST.replace("7000}", "7000, memory_bytes = 0}"), r">= 1 - at"),
     "a pool below nothing": (HOST.replace("7000}", "7000, pools = {kv = -1}}"), r">= 0 - at"),
     "a key of many parts": (".".join("a" * 500_000) + " = 1", r"more than 64 dots"),
     "two of a name": (HOST + HOST.replace("0.1", "0.2"), r"name of a host is given twice: a"),

@@ -51,7 +51,7 @@ class HostedInstance(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     device: DeviceName | None = None
     threads: Whole = 1
     cores: tuple[int, ...] = ()
-    memory_bytes: Count | None = None
+    memory_bytes: Whole | None = None
     pools: dict[str, Count] | None = None
 
     def __post_init__(self) -> None:
