@@ -416,6 +416,10 @@ FORGOTTEN: list[tuple[Callable[[], object], str]] = [
         r"Pipeline\(\): too many positional arguments; it takes model, placement, ",
     ),
     (
+        lambda: trinity.Instance("E", "E0", {"image": 4}),  # type: ignore[misc]
+        r"Instance\(\): too many positional arguments; it takes roles, name, ",
+    ),
+    (
         lambda: trinity.Pipeline(threds=2),  # type: ignore[call-arg]
         r"Pipeline\(\) has no keyword 'threds': did you mean 'threads'\? it takes model, placement, ",
     ),
