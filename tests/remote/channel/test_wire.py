@@ -19,10 +19,11 @@ from trinity.costs.budgets import StepBudgets, StepCost
 from trinity.costs.model_shape import get_model_shape
 from trinity.costs.step_cost import Roofline, get_device
 from trinity.emulation.model import LLAVA_15_7B, EmulatedModel
-from trinity.errors import HandshakeError
+from trinity.errors import ConfigError, HandshakeError
 from trinity.instance import Instance
 from trinity.memory.cache_config import CacheConfig
 from trinity.remote.channel.wire import Hello, Layout, RouteConfig, Setup, UnsendableMessage, decode, encode
+from trinity.remote.instance_setup import read_instance
 from trinity.runtime.loader import ServingOptions
 from trinity.traces.trace import SLO
 
@@ -137,6 +138,11 @@ def test_a_setup_travels_with_slo_budgets_and_cost() -> None:
         serving,
     )
     assert (there.name, there.roles, there.epoch) == ("E0", "EP", 2)
+    for wrong in ({}, {"name": "E0"}, {**there.instance, "newest": 1}, {**there.instance, "threads": "two"}):
+        bad = msgspec.structs.replace(there, instance=wrong)
+        with pytest.raises(ConfigError):
+            read_instance(bad)
+        assert bad.name in ("", "E0")
     roofline = Roofline(model=get_model_shape("qwen2-vl-7b"), device=get_device("H100"))
     paced = EmulatedModel(shape=LLAVA_15_7B, cost=roofline)
     there = decode(encode(msgspec.structs.replace(setup, paced=paced)))

@@ -130,11 +130,11 @@ class Setup(Value, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        return str(self.instance["name"])
+        return str(self.instance.get("name", ""))
 
     @property
     def roles(self) -> str:
-        return str(self.instance["roles"])
+        return str(self.instance.get("roles", ""))
 
 
 class Attach(Value, frozen=True):
