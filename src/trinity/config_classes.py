@@ -109,7 +109,9 @@ def pack_config(source: object, kind: type | None = None) -> dict[str, Any]:
 
 def unpack_config(kind: type[Made], values: Mapping[str, Any]) -> Made:
     """Make a configuration of what ``pack_config`` gave, decoded. Raises ``ConfigError``."""
-    hints = typing.get_type_hints(kind, include_extras=True)
+    hints, names = typing.get_type_hints(kind, include_extras=True), [each.name for each in dataclasses.fields(kind)]  # type: ignore[arg-type]
+    if not values.keys() <= set(names):
+        raise ConfigError(explain_call(kind.__name__, values, names, TypeError()))
     return kind(**{name: _read_as(name, value, hints.get(name, Any)) for name, value in values.items()})
 
 

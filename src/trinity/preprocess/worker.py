@@ -72,7 +72,9 @@ class WorkerSetup(msgspec.Struct, frozen=True):
     def of(processor: RequestProcessor) -> WorkerSetup:
         """Describe the parent's processor."""
         given, kind = processor.config, processor.model_type
-        config = replace(given, model_dir=Path(given.model_dir).absolute(), processor=None)
+        config = replace(
+            given, model_dir=Path(given.model_dir).absolute(), processor=None, threads=ProcessorConfig.threads
+        )
         markup, registered = IMAGE_TEXT.get(kind), kind in model_types.registered
         fingerprint = processor_fingerprint(processor)
         return WorkerSetup(config, pack_processor(given.processor), kind, markup, registered, fingerprint)

@@ -143,6 +143,8 @@ def test_a_setup_travels_with_slo_budgets_and_cost() -> None:
         with pytest.raises(ConfigError):
             read_instance(bad)
         assert bad.name in ("", "E0")
+    with pytest.raises(ConfigError, match="has no keyword 'newest'"):
+        unpack_config(ServingOptions, {**there.serving, "newest": 1})
     roofline = Roofline(model=get_model_shape("qwen2-vl-7b"), device=get_device("H100"))
     paced = EmulatedModel(shape=LLAVA_15_7B, cost=roofline)
     there = decode(encode(msgspec.structs.replace(setup, paced=paced)))
