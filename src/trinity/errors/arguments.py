@@ -84,7 +84,7 @@ def check_call(function: Callable[Parameters, T]) -> Callable[Parameters, T]:
 
 
 def _check_call(function: Callable[Parameters, T], declares: Any) -> Callable[Parameters, T]:
-    """``declares``: the function, or the class whose constructor it is: a dataclass's annotations are of its bases."""
+    """Check arguments as ``declares`` annotates them: the function, or a dataclass, whose bases declare fields too."""
     declares = declares if dataclasses.is_dataclass(declares) else function
     signature = inspect.signature(function)
     listed = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)

@@ -66,7 +66,7 @@ def _plan_options(knobs: Mapping[str, Any], roles: str, limited: bool) -> dict[s
 
 
 def choose_plan_settings(placement: object, config: PipelineConfig) -> dict[str, Any]:
-    """Choose what a plan's wider search sets of all a pipeline: rules, routing and spread, where the user has none."""
+    """Return the plan's rules, routing and spread, but for those that the user has given."""
     knobs = read_plan_settings(placement) if isinstance(placement, Plan) else {}
     found = {name: knobs[name] for name in ("routing", "spread") if name in knobs and getattr(config, name) is None}
     rules = {name: knobs[name] for name in SEARCHED_RULES if name in knobs}

@@ -48,7 +48,7 @@ class CoreOptions:
             raise ConfigError(f"depth is 1 or 2 steps in flight on a lane, got {self.depth!r}")
 
     def lanes_of(self, roles: str) -> tuple[str, ...]:
-        """Return the lanes of an instance of these roles: with one kind of work there is nothing to run beside it."""
+        """Return the lanes for these roles: one lane, unless the instance encodes beside another stage."""
         return self.lanes if roles_of(roles).has_two_parts else JOINT
 
     @property
@@ -131,7 +131,7 @@ class Settings(CoreOptions, BlockSizes):
 
 
 def check_limits(token_budget: int | None, image_budget: int | None, ruled: bool) -> None:
-    """Raise ``ConfigError`` for batch limits that are given beside ``rules`` with their own."""
+    """Raise ``ConfigError`` for a batch limit of the instance beside ``rules``, which have limits too."""
     for name, limit in (("token_budget", token_budget), ("image_budget", image_budget)):
         if ruled and limit is not None:
             raise ConfigError(f"{name}={limit!r} and rules= both limit a batch: give the limits in the rules alone")

@@ -113,7 +113,7 @@ def announce_states(s: State, state: RequestState) -> None:
 
 
 def open_offer(s: State, state: RequestState, now: float, kind: str, parts: tuple[Part, ...]) -> bool:
-    """Lease blocks to an instance that takes them. Ends the request and returns False where there is none."""
+    """Choose an instance for the next stage and lease blocks to it. Without one, end the request and return False."""
     letter = taker_of(kind)
     try:
         target = _find_holder(s, kind, state.work) or s.router.choose(letter, state.work)

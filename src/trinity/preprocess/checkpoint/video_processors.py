@@ -34,7 +34,7 @@ _VIDEO_FIELDS = (
 
 
 class NoVideo:
-    """Stands in for a video processor of a type whose videos do not serve; takes its sizes from ``images``."""
+    """Video processor of a model whose videos are not supported; its sizes are those of ``images``."""
 
     model_input_names: tuple[str, ...] = ()
 
