@@ -286,6 +286,14 @@ def plain_int(value: Any) -> int:
     return int(operator.index(value))
 
 
+def plain_real(value: Any) -> float:
+    """Return a number of any type, a whole one as int. Raises ``TypeError``, and where it is beyond any float."""
+    if isinstance(value, str | bytes | bool) or not hasattr(value, "__float__"):
+        raise TypeError
+    number = float(value)  # raises where it is too large, or an array of several
+    return int(value) if isinstance(value, int) else number
+
+
 def plain_str(value: object) -> str:
     """Return a text as Python's own. Raises ``TypeError``, and ``UnicodeEncodeError`` for half a character."""
     if not isinstance(value, str):
@@ -322,12 +330,10 @@ def _int(value: Any) -> int:
 
 
 def _float(value: Any) -> float:
-    if isinstance(value, str | bytes | bool) or not hasattr(value, "__float__"):
-        raise _Wrong
-    number = float(value)  # raises where it is too large, or an array of several
+    number = plain_real(value)
     if not math.isfinite(number):
         raise _Wrong
-    return int(value) if isinstance(value, int) else number
+    return number
 
 
 _SCALARS: dict[Any, Callable[[Any], Any]] = {

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any, Protocol
 
 import msgspec
 
 from trinity.errors.arguments import Count, Number
-from trinity.traces.checks import check_count, check_fields, check_time, read_content
+from trinity.traces.checks import check_content, check_count, check_fields, check_time
 
 MOST_FRAMES = 1 << 20  # of a video
+_check_frames = partial(check_count, most=MOST_FRAMES)
 
 
 class TraceImage(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
@@ -29,8 +31,8 @@ class TraceImage(msgspec.Struct, frozen=True, omit_defaults=True, gc=False):
     content: str | None = None
 
     def __post_init__(self) -> None:
-        _check_counts(self, "an image's", width=self.width, height=self.height, tokens=self.tokens)
-        check_fields(self, read_content, "content", optional=True)
+        check_fields(self, check_count, "width", "height", "tokens", optional=True, of="an image's ")
+        check_fields(self, check_content, "content", optional=True)
 
 
 class TraceVideo(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, tag_field="kind", tag="video"):
@@ -55,10 +57,10 @@ class TraceVideo(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, tag_
     content: str | None = None
 
     def __post_init__(self) -> None:
-        _check_counts(self, "a video's", width=self.width, height=self.height, tokens=self.tokens)
-        _check_counts(self, "a video's", MOST_FRAMES, frames=self.frames, items=self.items)
+        check_fields(self, check_count, "width", "height", "tokens", optional=True, of="a video's ")
+        check_fields(self, _check_frames, "frames", "items", optional=True, of="a video's ")
         check_fields(self, check_time, "seconds", optional=True)
-        check_fields(self, read_content, "content", optional=True)
+        check_fields(self, check_content, "content", optional=True)
 
 
 class TraceAudio(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, tag_field="kind", tag="audio"):
@@ -76,9 +78,9 @@ class TraceAudio(msgspec.Struct, frozen=True, omit_defaults=True, gc=False, tag_
     content: str | None = None
 
     def __post_init__(self) -> None:
-        _check_counts(self, "a clip's", tokens=self.tokens)
+        check_fields(self, check_count, "tokens", optional=True, of="a clip's ")
         check_fields(self, check_time, "seconds", optional=True)
-        check_fields(self, read_content, "content", optional=True)
+        check_fields(self, check_content, "content", optional=True)
 
 
 TraceMedia = TraceImage | TraceVideo | TraceAudio
@@ -125,9 +127,3 @@ def describe_media(served: Iterable[ServedMedia]) -> dict[str, list[dict[str, An
 def make_media(served: Iterable[ServedMedia]) -> dict[str, Any]:
     """Make the media of a ``TraceRow`` of what was served, by the names of its fields."""
     return {name: [MEDIA_OF[name](**each) for each in listed] for name, listed in describe_media(served).items()}
-
-
-def _check_counts(row: Any, whose: str, most: int | None = None, **counts: Any) -> None:
-    for name, value in counts.items():
-        if value is not None and (plain := check_count(f"{whose} {name}", value, most)) is not value:
-            msgspec.structs.force_setattr(row, name, plain)
