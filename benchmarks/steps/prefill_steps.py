@@ -35,9 +35,8 @@ from trinity.stages.attention.gpu.triton import TritonAttention
 from trinity.stages.attention.interface import PAGED_ATTENTION, AttentionParams, register_attention
 from trinity.stages.batch import Chunk, Decodes
 from trinity.stages.gpu.prefill_graphs import PrefillGraphs
-from trinity.stages.kernels.decoder_layers import FusedDecoderLayer
+from trinity.stages.kernels.decoder_layers import FusedDecoderLayer, TwoPassLayer
 from trinity.stages.kernels.gpu import device_layers
-from trinity.stages.kernels.last_layer import TwoPassLayer
 from trinity.stages.kernels.swaps import put_before
 from trinity.stages.language import LanguageStage, StepRows
 from trinity.stages.models import LoadedModel

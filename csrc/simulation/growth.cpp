@@ -1,4 +1,4 @@
-// KV blocks as requests decode, and who gives them up where there are none: reservation.py and
+// KV blocks as requests decode, and who gives them up where there are none: lifecycle.py and
 // preemption.py of core/instance/.
 #include "simulation/instance.hpp"
 

@@ -1,4 +1,4 @@
-// A request comes to an instance, waits there, ends or goes on: arrival.py, lifecycle.py, timers.py.
+// A request comes to an instance, waits there, ends or goes on: admission.py, lifecycle.py, instance_core.py.
 #include "simulation/instance.hpp"
 
 #include <functional>

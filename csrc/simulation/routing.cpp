@@ -6,7 +6,7 @@ namespace trinity::sim {
 
 namespace {
 
-// Of so many units alone, in steps no larger than the budget: core/instance/rates.py, StepRates.seconds.
+// Of so many units alone, in steps no larger than the budget: core/scheduler.py, StepRates.seconds.
 double step_seconds(const Cost &cost, uint8_t stage, int64_t count) {
     return cost.seconds(stage == DECODES ? count : 0, stage == PREFILLS ? count : 0, stage == ENCODES ? count : 0);
 }

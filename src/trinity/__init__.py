@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from trinity.planner import Plan as Plan
     from trinity.planner import SearchConfig as SearchConfig
     from trinity.preprocess.media.clips import Clip as Clip
-    from trinity.preprocess.media.image_reader import open_image as open_image
+    from trinity.preprocess.media.image_kind import open_image as open_image
     from trinity.preprocess.media_limits import MediaLimits as MediaLimits
     from trinity.remote.buddy import Buddy as Buddy
     from trinity.remote.channel.tls import TLSConfig as TLSConfig

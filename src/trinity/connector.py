@@ -27,12 +27,10 @@ from trinity.errors import (
 )
 from trinity.errors.arguments import Positive, check_arguments, check_value
 from trinity.errors.live_objects import forbid_copies
-from trinity.memory.block_memory import BlockMemory
-from trinity.memory.byte_ranges import PullRanges, plan_pull
+from trinity.memory.block_memory import BlockMemory, PullRanges, plan_pull
 from trinity.memory.devices import wait_for_default_stream
 from trinity.memory.digests import Sealed, Verify, check_verify, digest_rows, leaves_host, should_verify, verify_pull
-from trinity.transport.base import Remote, Transport, check_block_numbers
-from trinity.transport.foreign import contain, gather_or_cancel, withdraw
+from trinity.transport.base import Remote, Transport, check_block_numbers, contain, gather_or_cancel, withdraw
 from trinity.transport.registry import make_transport
 
 logger = logging.getLogger("trinity")

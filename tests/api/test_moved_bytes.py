@@ -20,9 +20,8 @@ from support.pipeline_driver import ONE, TEXT, TWO, Case, all_tokens, picture, s
 from trinity.core.messages import Pull
 from trinity.core.transfers import TransferPolicy, rows_moved, should_cut
 from trinity.errors import PeerLost
-from trinity.memory.block_memory import BlockMemory, BlockShape
-from trinity.memory.byte_ranges import BlockRead, FilledRanges, PullRanges, Strided, plan_pull
-from trinity.transport.foreign import gather_or_cancel
+from trinity.memory.block_memory import BlockMemory, BlockRead, BlockShape, FilledRanges, PullRanges, Strided, plan_pull
+from trinity.transport.base import gather_or_cancel
 
 FLOAT = 4
 LONG = Case("<image>\n" + "One word, and another. " * 20, (5,))

@@ -13,10 +13,9 @@ from support.thinned import thinned
 from support.tight_pools import flood
 from support.virtual.cluster import Durations, VirtualCluster, make_settings
 from trinity.core.frontend import FrontendCore
-from trinity.core.instance import admission, arrival, instance_core, lifecycle, steps
+from trinity.core.instance import admission, instance_core, lifecycle, steps
 from trinity.core.instance import state as core_state
-from trinity.core.instance.decode_batch import DecodeBatch
-from trinity.core.instance.lanes import count_in_flight
+from trinity.core.instance.lanes import DecodeBatch, count_in_flight
 from trinity.core.instance.phases import Phase
 from trinity.core.instance.request_state import RequestState
 from trinity.core.instance.state import State
@@ -38,7 +37,7 @@ def broken(patch: Patch) -> Patch:
 
 def everywhere(monkeypatch: pytest.MonkeyPatch, name: str, new: Any) -> None:
     """Replace a function of the core in every module that has imported it."""
-    for module in (admission, arrival, instance_core, kv_source, kv_target, leases, lifecycle, source, steps, target):
+    for module in (admission, instance_core, kv_source, kv_target, leases, lifecycle, source, steps, target):
         if hasattr(module, name):
             monkeypatch.setattr(module, name, new)
 

@@ -18,12 +18,12 @@ from support.thinned import thinned
 from support.virtual.cluster import VirtualCluster
 from support.virtual.prefix_rules import FetchRules, Matchable
 from trinity.core.failure_policy import FailurePolicy
-from trinity.core.instance import arrival
+from trinity.core.instance import admission
 from trinity.core.instance.peer_questions import PrefixFetches
 from trinity.core.instance.request_state import Piece, PullProgress, RequestState
 from trinity.core.instance.state import State
 from trinity.core.messages import Fetched, Release, Send
-from trinity.core.migration import kv_target, lost_transfers, prefix_fetch
+from trinity.core.migration import kv_target, prefix_fetch
 
 POLICY = FailurePolicy(recoveries=20, wait_s=10.0)
 AT_ALL = 60
@@ -47,14 +47,14 @@ def run_all(count: int, first: int = 0) -> list[VirtualCluster]:
 
 def test_requests_are_whole_and_blocks_what_their_keys_say(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: Counter[str] = Counter()
-    keep = lost_transfers.keep_whole_blocks
+    keep = kv_target.keep_whole_blocks
 
     def count(s: State, state: RequestState) -> None:
         before = state.published_blocks
         keep(s, state)
         seen["kept"] += state.published_blocks > before
 
-    monkeypatch.setattr(lost_transfers, "keep_whole_blocks", count)
+    monkeypatch.setattr(kv_target, "keep_whole_blocks", count)
     for cluster in run_all(AT_ALL):
         seen["fetched"] += sum(each.pulled for each in cluster.observers if isinstance(each, FetchRules))
         seen.update(each.end.reason for each in cluster.outcomes.values() if each.end)
@@ -130,7 +130,7 @@ def grasping(monkeypatch: pytest.MonkeyPatch) -> None:
                 s.prefix_fetches[id].ahead = s.allocate("kv", 1)
         return covered
 
-    monkeypatch.setattr(arrival, "begin_fetch", begin_fetch)
+    monkeypatch.setattr(admission, "begin_fetch", begin_fetch)
 
 
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:

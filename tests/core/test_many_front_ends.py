@@ -21,13 +21,12 @@ from support.virtual.cluster import Durations, RequestRecord, VirtualCluster, ma
 from support.virtual.conversation import label_reader
 from trinity.core.failure_policy import FailurePolicy
 from trinity.core.frontend import FrontendCore, frontend_core
-from trinity.core.instance import arrival, front_ends, instance_core, peers
-from trinity.core.instance.decode_batch import DecodeBatch
+from trinity.core.instance import admission, front_ends, instance_core, peers
+from trinity.core.instance.lanes import DecodeBatch
 from trinity.core.instance.state import State
-from trinity.core.life_names import LifeNames, name_life
 from trinity.core.messages import FRONTEND, Release, Send, Submit, Value
 from trinity.core.migration import leases, target
-from trinity.core.values import FrontendUp
+from trinity.core.values import FrontendUp, LifeNames, name_life
 
 POLICY = FailurePolicy(recoveries=20, wait_s=10.0)
 AT_ALL = 30
@@ -185,7 +184,7 @@ def all_ended(monkeypatch: pytest.MonkeyPatch) -> None:
 def welcoming(monkeypatch: pytest.MonkeyPatch) -> None:
     """An instance takes in what a front end owns that it is not in touch with."""
     monkeypatch.setattr(target, "refuse_offer", lambda s, offer: False)
-    monkeypatch.setattr(arrival, "refuse_submit", lambda s, sent: False)
+    monkeypatch.setattr(admission, "refuse_submit", lambda s, sent: False)
 
 
 def unreleased(monkeypatch: pytest.MonkeyPatch) -> None:

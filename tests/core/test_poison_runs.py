@@ -21,7 +21,7 @@ from trinity.core.frontend import FrontendCore
 from trinity.core.frontend.frontend_request import FrontendRequest
 from trinity.core.frontend.isolation import Isolation
 from trinity.core.frontend.suspicion import Life, Suspicion
-from trinity.core.instance import arrival
+from trinity.core.instance import admission
 from trinity.core.messages import Send
 
 DEFAULT = FailurePolicy()
@@ -184,7 +184,7 @@ class Everywhere(frozenset[Life]):
 def assumed(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is not known to be elsewhere is taken to be gone: instances do not have to say that they are empty."""
     monkeypatch.setattr(Isolation, "_is_empty", lambda self, name: True)
-    monkeypatch.setattr(arrival, "find_company", lambda s, work: None)
+    monkeypatch.setattr(admission, "find_company", lambda s, work: None)
     monkeypatch.setattr(
         Isolation, "empty_places", lambda self, entry: Everywhere() if entry.id == self.ward else frozenset()
     )

@@ -9,7 +9,7 @@ from support.reusing import Reusers
 from support.thinned import thinned
 from trinity.core.failure_policy import NO_RECOVERY, FailurePolicy
 from trinity.core.frontend import frontend_core
-from trinity.core.life_names import LifeNames
+from trinity.core.values import LifeNames
 
 POLICIES = {"recovering": FailurePolicy(recoveries=20, wait_s=10.0), "as before": NO_RECOVERY}
 

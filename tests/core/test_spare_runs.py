@@ -19,7 +19,7 @@ from support.spare_clusters import FirstOfAll, run_spare
 from support.virtual.cluster import Durations, VirtualCluster, make_settings
 from trinity.core.failure_policy import NO_RECOVERY
 from trinity.core.frontend import Abort
-from trinity.core.instance import arrival, instance_core, siblings
+from trinity.core.instance import admission, instance_core, siblings
 from trinity.core.instance.peer_questions import SiblingWords
 from trinity.core.instance.phases import Phase
 from trinity.core.instance.request_state import RequestState
@@ -261,7 +261,7 @@ def untraced(patch: Patch) -> None:
     """Who hands a request over does not know where to."""
 
     def pass_on(s: State, state: RequestState, target: str, now: float) -> None:
-        arrival.pass_on(s, state, target, now)
+        admission.pass_on(s, state, target, now)
         s.forget(state.work.request, state.attempt)
 
     patch.setattr(siblings, "pass_on", pass_on)
@@ -271,7 +271,7 @@ def nameless(patch: Patch) -> None:
     """The one that takes it takes it for its own from the first."""
 
     def submit(s: State, event: Submit, now: float) -> None:
-        arrival.handle_submit(s, replace(event, route=()), now)
+        admission.handle_submit(s, replace(event, route=()), now)
 
     handles(patch, Submit, submit)
 

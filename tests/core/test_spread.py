@@ -8,9 +8,9 @@ import pytest
 from msgspec.structs import replace
 
 from support.core_tables import brief, holding, make_frontend, peer_up, sent, work
+from trinity.core.frontend.dispatch import deal_items
 from trinity.core.messages import IMAGE, PeerLoad, PeerSuspect, PeerUp, Submit, Work
 from trinity.core.routing.router import LeastLoaded, RoundRobin, Router
-from trinity.core.spread import deal_items
 
 
 def router(peers: str = "E0 E1 E2 P0 D0") -> Router:

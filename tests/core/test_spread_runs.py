@@ -23,11 +23,11 @@ from trinity.core.frontend import Abort
 from trinity.core.instance import helpers, peers, steps
 from trinity.core.instance.request_state import RequestState
 from trinity.core.instance.state import State
-from trinity.core.life_names import name_help
 from trinity.core.messages import Cancel, Fetch, Helped, Send, Submit, Value
 from trinity.core.migration import source
 from trinity.core.scheduler import BatchRules
 from trinity.core.transfers import TransferPolicy
+from trinity.core.values import name_help
 
 POLICY = FailurePolicy(recoveries=20, wait_s=10.0)
 AT_ALL = 30

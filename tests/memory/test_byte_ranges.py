@@ -8,8 +8,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trinity.memory.block_memory import BlockMemory, BlockShape
-from trinity.memory.byte_ranges import Strided, is_within, layer_byte_range, list_units, tail_byte_range, view_units
+from trinity.memory.block_memory import (
+    BlockMemory,
+    BlockShape,
+    Strided,
+    is_within,
+    layer_byte_range,
+    list_units,
+    tail_byte_range,
+    view_units,
+)
 
 BLOCKS = 3
 

@@ -17,8 +17,7 @@ from trinity.core.failure_policy import FailurePolicy
 from trinity.core.messages import Commit, Fetched, Offer, Part, PeerDown, Pull, Ready, Release, Send, Work
 from trinity.core.transfers import merge_records
 from trinity.errors import ConfigError, IntegrityError, MigrationError
-from trinity.memory.block_memory import BlockMemory, BlockShape
-from trinity.memory.byte_ranges import layer_byte_range, plan_pull
+from trinity.memory.block_memory import BlockMemory, BlockShape, layer_byte_range, plan_pull
 from trinity.memory.digests import (
     STALE_OFFERS_KEPT,
     Digests,

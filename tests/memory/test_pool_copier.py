@@ -12,7 +12,7 @@ import torch
 from trinity.errors import ConfigError, PeerLost
 from trinity.memory import native
 from trinity.memory.block_memory import BlockMemory, BlockShape
-from trinity.memory.pool_copier import PoolCopier
+from trinity.memory.native import PoolCopier
 from trinity.transport import make_transport
 
 BLOCKS, BLOCK_BYTES = 6, 48

@@ -19,8 +19,7 @@ from trinity.core.messages import Fetched, Offer, Part, Pull, Ready, Send, Work
 from trinity.core.transfers import TransferPolicy
 from trinity.errors import ConfigError, IntegrityError
 from trinity.memory import native
-from trinity.memory.block_memory import BlockMemory, BlockShape
-from trinity.memory.byte_ranges import find_filled, plan_pull
+from trinity.memory.block_memory import BlockMemory, BlockShape, find_filled, plan_pull
 from trinity.memory.device_blocks import gather_on_device
 from trinity.memory.digests import Digests, Sealed, digest_rows, verify_pull
 from trinity.memory.native import compute_digests

@@ -14,7 +14,7 @@ from support.emulated_pipelines import LIVENESS_S, MODEL, asked, check, serve
 from trinity.core.messages import PeerUp
 from trinity.memory.cache_config import CacheConfig
 from trinity.pipeline import Pipeline
-from trinity.pipeline.ended_requests import TransferWays
+from trinity.pipeline.frontend_host import TransferWays
 
 PEERS = {name: PeerUp(name, name[0], host=host) for name, host in {"E0": "a", "P0": "b", "D0": "b", "X": ""}.items()}
 

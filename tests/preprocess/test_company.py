@@ -15,7 +15,7 @@ from support.checkpoint_files import checkpoint
 from support.recordings import MULTIMODAL
 from trinity.errors import UnsupportedModel
 from trinity.preprocess.loader import load_tokenizer_and_processor
-from trinity.preprocess.media.image_reader import ImageReader, _is_repeated
+from trinity.preprocess.media.image_kind import ImageReader, _is_repeated
 from trinity.preprocess.media.media_kinds import LoadedProcessor
 from trinity.preprocess.media_limits import MediaProblem
 from trinity.preprocess.processor import RequestProcessor

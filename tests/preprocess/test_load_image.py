@@ -14,7 +14,7 @@ from PIL import Image
 
 from support.checkpoint_files import checkpoint
 from support.image_reader import image_reader
-from trinity.preprocess.media.image_reader import ImageReader
+from trinity.preprocess.media.image_kind import ImageReader
 from trinity.preprocess.media.images import image_digest, read_image
 from trinity.preprocess.media_limits import MediaLimits, MediaProblem
 from trinity.preprocess.processor import RequestProcessor

@@ -90,7 +90,7 @@ async def test_images_of_one_request_are_read_in_parallel_off_the_loop(
         both.wait()
         return read_image(source, *limits)
 
-    monkeypatch.setattr("trinity.preprocess.media.image_reader.read_image", meet)
+    monkeypatch.setattr("trinity.preprocess.media.image_kind.read_image", meet)
     done = await llava.aprocess(Request("<image><image>", images=[picture(0), picture(1)]))
     assert len(done.work.media) == len(threads) == 2
     assert threading.get_ident() not in threads
@@ -115,7 +115,7 @@ async def test_who_comes_first_of_a_burst_is_ready_before_others_are_read(monkey
         seen.append(plan.request.request_id)
         return finish(plan, items)
 
-    monkeypatch.setattr("trinity.preprocess.media.image_reader.read_image", read)
+    monkeypatch.setattr("trinity.preprocess.media.image_kind.read_image", read)
     monkeypatch.setattr(processor, "_finish", finished)
     await asyncio.gather(*map(served, asked))
     first, second, third, text = (each.request_id for each in asked)
@@ -148,7 +148,7 @@ async def test_close_ends_threads_and_answers_what_waits(monkeypatch: pytest.Mon
         go_on.wait(120)
         raise AssertionError("not needed any more")
 
-    monkeypatch.setattr("trinity.preprocess.media.image_reader.read_image", slow)
+    monkeypatch.setattr("trinity.preprocess.media.image_kind.read_image", slow)
     first = asyncio.create_task(processor.aprocess(Request("<image>", images=[picture(0)])))
     await asyncio.to_thread(started.wait, 20)
     assert (await processor.aprocess(Request("hello"))).work.prompt, "no text waits for an image"

@@ -18,8 +18,7 @@ from PIL import GifImagePlugin, Image, ImageCms, ImageFile, ImagePalette
 
 from support.checkpoint_files import checkpoint
 from trinity.errors import RequestError
-from trinity.preprocess.media.colours import Transparency, decode_rgb
-from trinity.preprocess.media.images import image_digest, make_plain, read_image
+from trinity.preprocess.media.images import Transparency, decode_rgb, image_digest, make_plain, read_image
 from trinity.preprocess.media_limits import MediaLimits, MediaProblem, TooManyTokens
 from trinity.preprocess.processor import RequestProcessor
 from trinity.preprocess.worker_processes import KillableProcessor

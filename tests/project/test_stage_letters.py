@@ -27,7 +27,7 @@ DEFAULT, DEFAULTS = (
         "bench/servers.py": 1,
     },
 )
-OTHER_SENSES = ("preprocess/media/colours.py", "preprocess/media/image_prices.py")  # "P" is a mode of pictures there
+OTHER_SENSES = ("preprocess/media/images.py", "preprocess/media/image_prices.py")  # "P" is a mode of pictures there
 
 
 def list_letters(tree: ast.AST) -> Iterator[tuple[int, str]]:

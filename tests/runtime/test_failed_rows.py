@@ -15,8 +15,7 @@ from support.lazy_cuda import LazyCuda, replace_cuda
 from trinity.core.messages import UNFIT, Close, Encode, MediaSpan, Open, Prefill, Sampled, Step, Stepped
 from trinity.errors import StageError
 from trinity.runtime.cuda_stream import make_lane_stream
-from trinity.runtime.lane import Lane
-from trinity.runtime.step_rows import check_sampled, is_of_values
+from trinity.runtime.lane import Lane, check_sampled, is_of_values
 from trinity.stages.base import CleanableStage
 from trinity.timeline import Timeline
 

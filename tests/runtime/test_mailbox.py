@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from trinity.runtime.mailbox import Mailbox
+from trinity.runtime.core_thread import Mailbox
 
 SOON_S = 120.0
 COUNT = 500

@@ -14,8 +14,7 @@ from trinity.stages import block_tables as device_tables
 from trinity.stages.attention.gpu.flash_infer import make_page_lists
 from trinity.stages.attention.gpu.varlen import make_varlen_rows
 from trinity.stages.batch import Chunk, Decodes, build_batch
-from trinity.stages.block_tables import BlockTables, DeviceTables
-from trinity.stages.uploads import upload
+from trinity.stages.block_tables import BlockTables, DeviceTables, upload
 
 OPS = st.lists(
     st.tuples(st.sampled_from(["grow", "grow", "select", "close", "others"]), st.integers(0, 5), st.integers(1, 40)),

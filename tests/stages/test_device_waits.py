@@ -14,7 +14,7 @@ from support.bare_table import bare_table
 from support.device_waits import DEVICE, DeviceWait, no_device_waits
 from trinity.core.messages import Open, ResolvedSampling, Work
 from trinity.stages.async_steps import DeviceTokens, HostCopies, LaunchedStep, draw_next
-from trinity.stages.uploads import upload
+from trinity.stages.block_tables import upload
 
 VOCABULARY = 500
 samplings = st.builds(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from trinity.stages.models import RotaryPositions
-from trinity.stages.open_request import OpenRequest
+from trinity.stages.request_table import OpenRequest
 
 PADDED = RotaryPositions(np.array([[1, 2, 0, 0, 3]]), 1)  # without a place for two tokens of padding
 

@@ -20,9 +20,9 @@ from trinity.memory.block_memory import BlockMemory
 from trinity.stages.async_steps import LaunchedStep
 from trinity.stages.attention.gpu.varlen import make_varlen_rows
 from trinity.stages.attention.interface import AttentionParams, PagedRows
+from trinity.stages.block_tables import upload
 from trinity.stages.language import LanguageStage
 from trinity.stages.models import load_model
-from trinity.stages.uploads import upload
 from trinity.testing.checkpoints import ARCHITECTURES
 
 pytestmark = pytest.mark.usefixtures(every_operator_is_torchs.__name__)

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from trinity.core.instance.loads import queued
-from trinity.core.instance.rates import StepRates
 from trinity.core.messages import FRONTEND, IMAGE, Offer, PeerUp, Submit, Value, Work
 from trinity.core.routing.router import RoundRobin, RoutingPolicy
+from trinity.core.scheduler import StepRates
 from trinity.simulation.cluster_model import SimulatedCluster
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trinity.preprocess.media.image_reader import ImageReader
+from trinity.preprocess.media.image_kind import ImageReader
 from trinity.preprocess.processor import RequestProcessor
 
 

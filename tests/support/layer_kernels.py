@@ -29,9 +29,9 @@ from trinity.stages.attention.gpu.triton import TritonAttention
 from trinity.stages.attention.interface import PAGED_ATTENTION, PagedBatch, register_attention
 from trinity.stages.batch import Chunk, Decodes, RaggedBatch, build_batch
 from trinity.stages.gpu.decode_state import make_static_rows
-from trinity.stages.kernels import decoder_layers, last_layer
+from trinity.stages.kernels import decoder_layers
+from trinity.stages.kernels.decoder_layers import skip_unsampled_rows
 from trinity.stages.kernels.gpu import device_layers, triton_elementwise
-from trinity.stages.kernels.last_layer import skip_unsampled_rows
 
 OWN = KERNELS[triton_elementwise]
 HEIGHT, STEPS = 16, 300
@@ -102,7 +102,7 @@ def make_batches(rng: random.Random) -> Iterator[RaggedBatch]:
 @torch.inference_mode()
 def count_variants(found: Variants) -> tuple[int, int]:
     """Return the numbers of variants after load, and of those that serving adds."""
-    modules: list[Any] = [decoder_layers, device_layers, last_layer]
+    modules: list[Any] = [decoder_layers, device_layers]
     for module in modules:
         module.is_close = lambda *given: True  # nothing is computed
     modules[1].linear = lambda rows, weight, bias: rows.new_empty((len(rows), len(weight)))

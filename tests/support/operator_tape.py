@@ -19,20 +19,13 @@ from torch.utils._pytree import tree_leaves
 from trinity.stages.attention.interface import AttentionParams, PagedRows
 from trinity.stages.attention.torch_reference import TorchAttention
 from trinity.stages.gpu.cuda_graphs import GraphCache
-from trinity.stages.kernels import (
-    decoder_layers,
-    encoder_attention,
-    encoder_elementwise,
-    encoder_layers,
-    fused_elementwise,
-    native_linear,
-)
+from trinity.stages.kernels import decoder_layers, encoder_attention, encoder_layers, fused_elementwise, native_linear
 
 
 @pytest.fixture
 def every_operator_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernels of csrc/, which a GPU never runs, would not be on the tape."""
-    for each in (fused_elementwise, decoder_layers, encoder_elementwise, encoder_layers):
+    for each in (fused_elementwise, decoder_layers, encoder_layers):
         monkeypatch.setattr(each, "are_supported", lambda *rows: False)
     monkeypatch.setattr(encoder_attention, "fits_kernel", lambda *heads: False)
     monkeypatch.setattr(native_linear, "is_native_faster", lambda dtype: False)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from trinity.core.messages import IMAGE, KV, MediaSpan, PeerLoad, PeerUp, Work
 from trinity.core.prefix_cache import DIGEST, media_keys, prefix_keys
-from trinity.core.routing.near_hosts import weigh_hosts
+from trinity.core.routing.router import weigh_hosts
 from trinity.core.routing.stage_peers import needs
 
 FOLLOWS = {"E": "EPD", "P": "PD", "D": "D"}

@@ -5,8 +5,8 @@ from __future__ import annotations
 from support.virtual.cluster import VirtualCluster
 from trinity.core.frontend import FrontendCore
 from trinity.core.frontend.frontend_request import FrontendRequest
-from trinity.core.frontend.inputs import PREPARED_AT_ONCE
 from trinity.core.frontend.messages import Prepare
+from trinity.core.frontend.turns import PREPARED_AT_ONCE
 from trinity.core.messages import FRONTEND, Send, Submit, Value
 
 

@@ -11,8 +11,7 @@ from transformers import AutoModel, CLIPVisionConfig, CLIPVisionModel, LlamaConf
 
 from trinity.stages.attention.interface import PAGED_ATTENTION, register_attention
 from trinity.stages.kernels.decoder_layers import fuse_decoder_layers
-from trinity.stages.kernels.encoder_elementwise import fuse_encoder_elementwise
-from trinity.stages.kernels.encoder_layers import fuse_encoder_layers
+from trinity.stages.kernels.encoder_layers import fuse_encoder_elementwise, fuse_encoder_layers
 from trinity.stages.kernels.fused_elementwise import fuse_elementwise
 from trinity.stages.kernels.linear import pack_weights
 

@@ -11,7 +11,7 @@ from support.pipeline_driver import ONE, TEXT, all_tokens, good_ones, serving
 from trinity.connector import Connector
 from trinity.errors import MigrationError, TransportError
 from trinity.request import Request
-from trinity.transport.foreign import contain
+from trinity.transport.base import contain
 from trinity.transport.inproc import InprocTransport
 
 LIVENESS_S = 60.0

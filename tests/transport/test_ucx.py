@@ -16,8 +16,7 @@ import torch
 from support.exact_pipelines import check_exact, tokens_of_the_model
 from support.lender import EMPTY, Lending, holds, lending, lent, pool, ready, shuffled
 from trinity.errors import OfferRefused, TransferTimeout, TransportUnavailable
-from trinity.memory.block_memory import BlockMemory
-from trinity.memory.byte_ranges import Strided
+from trinity.memory.block_memory import BlockMemory, Strided
 from trinity.transport import CopyPlan, link, make_transport, sealed_requests
 from trinity.transport.link import LinkRemote
 from trinity.transport.ucx import protocol, source

@@ -15,7 +15,7 @@ from trinity.emulation.model import EmulatedRequest
 from trinity.emulation.processor import EmulatedProcessor
 from trinity.errors import ClosedError, RequestError, TraceError, TrinityError, warn_caller
 from trinity.pipeline import Pipeline
-from trinity.pipeline.ended_requests import make_trace_row
+from trinity.pipeline.frontend_host import make_trace_row
 from trinity.pipeline.stream import Stream
 from trinity.request import Request
 from trinity.traces.cut_short import fill_cut_outputs

@@ -34,8 +34,7 @@ from trinity.core.messages import (
     Value,
 )
 from trinity.errors import ConfigError, IntegrityError
-from trinity.memory.block_memory import BlockMemory
-from trinity.memory.byte_ranges import FilledRanges, PullRanges, find_filled, list_units, view_units
+from trinity.memory.block_memory import BlockMemory, FilledRanges, PullRanges, find_filled, list_units, view_units
 from trinity.memory.native import compute_digests, read_blocks
 
 Verify = Literal["always", "network", "never"]

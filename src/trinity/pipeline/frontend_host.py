@@ -6,19 +6,18 @@ import asyncio
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Literal
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from typing import Any, Literal
 
 from trinity.connector import Connector
 from trinity.core.fair_turns import FairJob
 from trinity.core.frontend import Abort, Deliver, End, FrontendCore
 from trinity.core.frontend.decode_moves import is_empty
 from trinity.core.frontend.messages import MoveEnd, MoveRequest, Prepare, Prepared
-from trinity.core.messages import Failure, PeerDown, PeerRemoved, Send, Submit, Tick, Value
+from trinity.core.messages import Failure, PeerDown, PeerRemoved, PeerUp, Send, Submit, Tick, Value
 from trinity.core.progress import PartProgress, StalledPart
 from trinity.errors import ClosedError, ConfigError, MoveError, Overloaded, RequestError, TrinityError, describe_error
 from trinity.metrics import Metrics
-from trinity.pipeline.ended_requests import TransferWays, record_end, record_refused
 from trinity.pipeline.journal import RequestJournal
 from trinity.pipeline.request_map import ServeOne
 from trinity.pipeline.stream import Stream, make_error, make_late_failure, reduce_deadline
@@ -29,10 +28,73 @@ from trinity.preprocess.text.grammars import TRIAL_PATIENCE_S
 from trinity.remote.supervision.instance_client import InstanceClient
 from trinity.request import Output, Request, check_request
 from trinity.runtime.host import InstanceHandle
+from trinity.traces.media import describe_media
 from trinity.traces.trace import Trace
 
+MOVED = ("pulled", "store")  # outcomes of transfers that have moved blocks
 logger = logging.getLogger("trinity")
 PipelineState = Literal["new", "starting", "running", "failed", "closed"]
+
+
+def record_end(stream: Stream, metrics: Metrics, trace: Trace) -> None:
+    """Count a request that has ended, and add it to the trace. What cannot be recorded is logged: its reader waits."""
+    try:
+        error = type(stream.error).__name__ if isinstance(stream.error, RequestError) else ""
+        metrics.add(stream.output, stream.encode_only, error)
+        if not stream.encode_only:  # a row is a prompt and an output, to plan on
+            trace.append(make_trace_row(stream))
+    except Exception:
+        logger.exception("request %s has ended and could not be recorded", stream.request.request_id)
+
+
+def record_refused(stream: Stream, error: RequestError, metrics: Metrics) -> None:
+    """Count a request that never started."""
+    metrics.add_refused(error, stream.encode_only)
+
+
+def make_trace_row(stream: Stream) -> dict[str, Any]:
+    """Make the trace row of a request that has ended."""
+    output, work = stream.output, stream.processed.work if stream.processed else None
+    media = work.media if work else ()
+    return {
+        "timestamp": max(0.0, stream.arrived_at * 1000),  # a wall clock may stand before 1970
+        "request_id": output.request_id,
+        "session": stream.request.session,
+        "input_length": output.prompt_tokens,
+        "text_length": output.prompt_tokens - output.media_tokens,
+        "output_length": len(output.token_ids),
+        "max_tokens": output.max_tokens,
+        **describe_media(media),
+        "finish_reason": output.finish_reason,
+        "ttft_s": output.ttft_s,
+        "itl_s": output.itl_s,
+        "latency_s": output.latency_s,
+        "spans": output.spans,
+        "emulated": output.emulated,
+    }
+
+
+class TransferWays:
+    """Ways that blocks have gone: kind of block, hosts, and transport. Each new one is a line at INFO."""
+
+    def __init__(self) -> None:
+        self._known: set[tuple[str, str, str, str]] = set()
+
+    def note(self, transfers: Iterable[Mapping[str, Any]], peers: Mapping[str, PeerUp]) -> None:
+        """Note what moved for a request that has ended. ``peers``: instances by name; those on no host say nothing."""
+        for each in transfers:
+            source, target = (peers.get(str(each.get(end))) for end in ("source", "target"))
+            if each.get("outcome") not in MOVED or source is None or target is None:
+                continue
+            way = (str(each.get("kind")), source.host, target.host, str(each.get("scheme")))
+            if way not in self._known and source.host and target.host:
+                self._known.add(way)
+                _log_way(*way)
+
+
+def _log_way(kind: str, source: str, target: str, scheme: str) -> None:
+    where = f"stay on host {source}, moved" if source == target else f"go from host {source} to host {target}"
+    logger.info("blocks of kind %s %s by %s", kind, where, scheme)
 
 
 def preparing_part(request: Request, processor: RequestProcessor) -> tuple[str, float]:

@@ -27,7 +27,7 @@ from trinity.preprocess.checkpoint.processor_parts import load_media_parts, load
 from trinity.preprocess.checkpoint.processor_values import check_processor_values
 from trinity.preprocess.checkpoint.tokenizer_files import load_tokenizer
 from trinity.preprocess.checkpoint.verdicts import MediaFacts
-from trinity.preprocess.media.colours import WHITE, Transparency
+from trinity.preprocess.media.images import WHITE, Transparency
 from trinity.preprocess.media.media_kinds import (
     LoadedProcessor,
     ModelFiles,

@@ -21,7 +21,7 @@ from trinity.preprocess.fetch.url_fetch import UrlFetcher, is_url
 from trinity.preprocess.loader import ProcessorOptions, load_tokenizer_and_processor
 from trinity.preprocess.media.audio_kind import mark_beside
 from trinity.preprocess.media.frame_groups import cut_videos
-from trinity.preprocess.media.front_images import FrontReader
+from trinity.preprocess.media.image_kind import FrontReader
 from trinity.preprocess.media.media_costs import MediaCost, Price, check_price, sum_prices
 from trinity.preprocess.media.media_kinds import (
     MediaItem,
@@ -44,14 +44,13 @@ from trinity.preprocess.preparation_lanes import (
 from trinity.preprocess.text.content_parts import take_media
 from trinity.preprocess.text.generation_config import (
     GenerationDefaults,
+    SamplingDoor,
     check_token_ids,
     load_generation_defaults,
     resolve_sampling,
 )
-from trinity.preprocess.text.prompt import PromptReader, PromptText, name_media, order_media
+from trinity.preprocess.text.prompt import PromptReader, PromptText, PromptTokenizer, name_media, order_media
 from trinity.preprocess.text.prompt_problem import PromptProblem
-from trinity.preprocess.text.prompt_tokens import PromptTokenizer
-from trinity.preprocess.text.sampling_door import SamplingDoor
 from trinity.request import Media, Request, Sampling, check_request
 
 T = TypeVar("T")

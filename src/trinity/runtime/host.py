@@ -17,7 +17,6 @@ import msgspec
 from trinity.config_classes import pick_fields
 from trinity.connector import Connector
 from trinity.core import InstanceCore
-from trinity.core.instance.rates import units
 from trinity.core.instance.settings import BlockSizes, CoreOptions, Settings
 from trinity.core.messages import (
     FRONTEND,
@@ -38,6 +37,7 @@ from trinity.core.messages import (
     Value,
 )
 from trinity.core.routing.router import RoutingPolicy
+from trinity.core.scheduler import units
 from trinity.costs.pool_sizes import check_available
 from trinity.emulation.model import EmulatedModel
 from trinity.emulation.stages import build_emulated_stages
@@ -49,14 +49,13 @@ from trinity.memory.cache_config import CacheConfig
 from trinity.memory.device_blocks import warm_up_blocks
 from trinity.memory.devices import use_device
 from trinity.memory.digests import Digests
-from trinity.runtime.core_thread import CoreThread, StopCore
+from trinity.runtime.core_thread import CoreThread, Mailbox, StopCore
 from trinity.runtime.cpu_affinity import check_cores
 from trinity.runtime.cuda_stream import make_lane_stream
 from trinity.runtime.custom_stages import make_custom_stages
 from trinity.runtime.exit_hook import end_at_exit
 from trinity.runtime.feature_copies import copy_features
 from trinity.runtime.lane import Lane
-from trinity.runtime.mailbox import Mailbox
 from trinity.runtime.pool_shapes import check_pools
 from trinity.stage_kinds import roles_of, stage_of
 from trinity.stages.attention.backends import make_backend

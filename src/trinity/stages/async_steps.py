@@ -19,13 +19,11 @@ from torch import Tensor
 
 from trinity.core.messages import Sampled
 from trinity.errors import StageError
-from trinity.stages.block_tables import DeviceTables
-from trinity.stages.open_request import OpenRequest
-from trinity.stages.request_table import RequestTable
+from trinity.stages.block_tables import DeviceTables, upload
+from trinity.stages.request_table import OpenRequest, RequestTable
 from trinity.stages.sampler import Drawn, draw, draw_greedy
 from trinity.stages.sampler_rows import LOOKS_BACK
 from trinity.stages.token_bans import DeviceTexts
-from trinity.stages.uploads import upload
 
 MOST_SLOTS = 1 << 14  # requests whose tokens can stay on the device; a fixed size, so that CUDA graphs keep the address
 SPARE_SLOT = MOST_SLOTS  # of padding rows

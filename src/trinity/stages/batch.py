@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from trinity.stages.attention.interface import ChunkRows, Int64Array, PagedRows
-from trinity.stages.block_tables import AnyTables, BlockTables, DeviceTables
-from trinity.stages.uploads import upload
+from trinity.stages.block_tables import AnyTables, BlockTables, DeviceTables, upload
 
 LEAST_UNSAMPLED_ROWS = 32  # unsampled rows of a batch from which the last layer skips them
 

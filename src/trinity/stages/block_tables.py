@@ -1,4 +1,4 @@
-"""Block tables of the requests of a batch: on the host, one behind the other, and on the device, by slot."""
+"""Block tables of the requests of a batch: on the host, one behind the other, and copied to the device, by slot."""
 
 from __future__ import annotations
 
@@ -10,7 +10,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trinity.stages.uploads import upload
+
+def upload(values: np.ndarray | Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """Return ``values`` on ``device``.
+
+    Copies to a GPU go through pinned memory, which torch keeps until the copy has ended: the call returns at once, and
+    the caller may change ``values``.
+    """
+    tensor = torch.from_numpy(np.ascontiguousarray(values)) if isinstance(values, np.ndarray) else values
+    if device.type == "cpu" or tensor.device.type != "cpu":
+        return tensor.to(device, dtype)
+    return tensor.to(dtype).pin_memory().to(device, non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -31,7 +31,7 @@ from trinity.preprocess.text.grammars import (
     split_grammar,
 )
 from trinity.stages.base import FailedSample
-from trinity.stages.uploads import upload
+from trinity.stages.block_tables import upload
 
 SLOWEST_MASK_S = 0.25  # of CPU time: a request whose grammar needs more has failed, since others wait for it
 _BITS = 1 << np.arange(8, dtype=np.uint8)

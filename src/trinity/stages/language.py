@@ -24,17 +24,16 @@ from trinity.stages.attention.interface import AttentionBackend
 from trinity.stages.attention.layer_progress import LayerProgressAttention, LayersCallback
 from trinity.stages.base import FailedSample, PendingStep
 from trinity.stages.batch import NO_DECODES, Chunk, Decodes, build_batch
+from trinity.stages.block_tables import upload
 from trinity.stages.gpu.cuda_graphs import GraphCache
 from trinity.stages.gpu.decode_graphs import DecodeGraphs
 from trinity.stages.gpu.prefill_graphs import PrefillGraphs
 from trinity.stages.host_rules import RuledRows, apply_host_rules
 from trinity.stages.models import LoadedModel
-from trinity.stages.open_request import OpenRequest, OpenStates
-from trinity.stages.request_table import RequestTable
+from trinity.stages.request_table import OpenRequest, OpenStates, RequestTable
 from trinity.stages.sampler import Drawn, sample_greedy, sample_open_rows
 from trinity.stages.sampler_rows import HOST, LOOKS_BACK, SamplerBatch
 from trinity.stages.token_bans import HostTexts, lift_bans
-from trinity.stages.uploads import upload
 
 LogitsObserver = Callable[[str, int, Tensor], None]
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from trinity.core.messages import Sampled
 from trinity.errors import StageError
 from trinity.stages.base import NoTokenDrawn
+from trinity.stages.block_tables import upload
 from trinity.stages.sampler_rows import (
     BANS,
     DRAWS,
@@ -36,7 +37,6 @@ from trinity.stages.sampler_rows import (
     make_gumbel_noise,
 )
 from trinity.stages.token_bans import Texts, TokenBans, add_biases, ban_tokens
-from trinity.stages.uploads import upload
 
 _WEIGHT_ONE = 1 << 40  # fixed point of exp(0) in top-p sums: 2**22 such weights stay far below 2**63
 _CACHED_ELEMENTS = 1 << 18  # logits per pass on a CPU, so that they stay in its cache

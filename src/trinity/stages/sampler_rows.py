@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from trinity.core.messages import ResolvedSampling
+from trinity.stages.block_tables import upload
 from trinity.stages.token_bans import TextSource, TokenBans
-from trinity.stages.uploads import upload
 
 DRAWS, WARMS, TOP_K, TOP_P, MIN_P, LOOKS_BACK, BANS, LOGPROBS, HOST = (1 << bit for bit in range(9))
 TRUNCATES = TOP_K | TOP_P | MIN_P

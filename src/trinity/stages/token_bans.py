@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from trinity.core.messages import Work
-from trinity.stages.uploads import upload
+from trinity.stages.block_tables import upload
 
 NO_TOKEN = (1 << 31) - 1  # an id that no vocabulary has
 _MOST_ELEMENTS = 1 << 21  # comparisons of tokens at once; bounds the memory of long runs in long texts

@@ -6,7 +6,7 @@
 """
 
 from trinity.memory.block_memory import BlockMemory as BlockMemory
-from trinity.memory.byte_ranges import view_units as view_units
+from trinity.memory.block_memory import view_units as view_units
 from trinity.transport.base import ByteRange as ByteRange
 from trinity.transport.base import CopyPlan as CopyPlan
 from trinity.transport.base import Remote as Remote

@@ -17,9 +17,8 @@ import msgspec
 
 from trinity.errors import ConfigError, HandshakeError, LayoutMismatch, TransportUnavailable
 from trinity.memory.block_memory import BlockMemory
-from trinity.transport.base import ByteRange, Remote, Transport
+from trinity.transport.base import ByteRange, Remote, Transport, withdraw
 from trinity.transport.cuda_ipc.transport import CudaIpcTransport
-from trinity.transport.foreign import withdraw
 from trinity.transport.inproc import InprocTransport
 from trinity.transport.nixl.transport import NixlTransport
 from trinity.transport.shm import ShmTransport

@@ -1,23 +1,24 @@
-"""Contract of a transport: publish a pool, attach to a peer's pool, read blocks from it."""
+"""Contract of a transport: publish a pool, attach to a peer's pool, read blocks; whatever one raises fails one read."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
-from typing import Any, NamedTuple, Protocol
+import logging
+from collections.abc import Awaitable, Coroutine, Iterable, Sequence
+from typing import Any, NamedTuple, Protocol, TypeVar
 
-from trinity.errors import OfferRefused
-from trinity.memory.block_memory import BlockMemory
-from trinity.memory.byte_ranges import ByteRange as ByteRange
-from trinity.memory.byte_ranges import Strided as Strided
-from trinity.memory.byte_ranges import find_runs as find_runs
-from trinity.memory.byte_ranges import is_within, list_units
-from trinity.memory.native import Pool
-from trinity.memory.pool_copier import PoolCopier
+from trinity.errors import OfferRefused, TransportError, describe_error
+from trinity.memory.block_memory import BlockMemory, is_within, list_units
+from trinity.memory.block_memory import ByteRange as ByteRange
+from trinity.memory.block_memory import Strided as Strided
+from trinity.memory.block_memory import find_runs as find_runs
+from trinity.memory.native import Pool, PoolCopier
 
 MAX_REQUEST_BYTES = 16 << 20  # of one request to the source of a pool
 TURN_BYTES = 4 << 20  # copied between two turns of the event loop, in about 200 µs
 INLINE_COPY_BYTES = 32 << 20  # copied on the event loop: takes less than ten hand-overs to a thread and back
+logger = logging.getLogger("trinity")
+T = TypeVar("T")
 
 
 class Remote(Protocol):
@@ -178,3 +179,43 @@ async def wait_for_copy(copying: Coroutine[Any, Any, object]) -> None:
             except asyncio.CancelledError:
                 continue
         raise
+
+
+async def contain(call: Awaitable[T], scheme: str) -> T:
+    """Await a transport's call. Raises what it raises, but ``TransportError`` for what would end more than its read.
+
+    That is SystemExit, which would end the program, and a CancelledError that nobody asked for: that of a task of the
+    transport's own.
+    """
+    try:
+        return await call
+    except (Exception, KeyboardInterrupt):
+        raise
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise
+        raise TransportError("the transport cancelled its own call", scheme) from error
+    except BaseException as error:
+        raise TransportError(f"the transport raised {describe_error(error)}", scheme) from error
+
+
+async def gather_or_cancel(reads: Iterable[Coroutine[Any, Any, int]]) -> list[int]:
+    """Await reads that run side by side; if one fails, the others have ended before its error is raised."""
+    first, *others = reads
+    if not others:
+        return [await first]
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(each) for each in (first, *others)]
+    except BaseExceptionGroup as failed:
+        raise failed.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+def withdraw(transport: Transport, memory: BlockMemory) -> None:
+    """Have a transport let go of a pool before it ends itself, where it has ``withdraw``. Errors are logged."""
+    try:
+        getattr(transport, "withdraw", lambda _: None)(memory)
+    except Exception:
+        logger.exception("%r could not withdraw a pool", transport)

@@ -12,7 +12,7 @@ import msgspec
 
 from trinity.errors import HandshakeError, LayoutMismatch, PeerLost
 from trinity.memory.block_memory import BlockMemory
-from trinity.memory.pool_copier import PoolCopier
+from trinity.memory.native import PoolCopier
 from trinity.transport.base import ByteRange, check_block_numbers, check_read, run_copy
 
 

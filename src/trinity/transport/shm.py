@@ -21,7 +21,7 @@ import numpy as np
 
 from trinity.errors import HandshakeError, LayoutMismatch, PeerLost, TransportUnavailable
 from trinity.memory.block_memory import GENERATION_BYTES, BlockMemory, generations_at
-from trinity.memory.pool_copier import PoolCopier
+from trinity.memory.native import PoolCopier
 from trinity.transport.base import ByteRange, check_block_numbers, check_read, run_copy
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW

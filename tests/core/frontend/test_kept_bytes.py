@@ -13,8 +13,8 @@ from support.core_tables import brief, emitted, peer_up, work
 from support.recovering import recovering, told
 from trinity.core.frontend import Abort, FrontendCore
 from trinity.core.frontend.frontend_request import FrontendRequest
-from trinity.core.frontend.inputs import Inputs
 from trinity.core.frontend.messages import Prepare, Prepared
+from trinity.core.frontend.turns import Inputs
 from trinity.core.messages import Finished, Gone, PeerDown, Sampled, Submit, Tick, Value
 
 BOUND = 100

@@ -18,7 +18,7 @@ from support.storms import watch_storms
 from support.thinned import thinned
 from support.virtual.cluster import VirtualCluster, make_settings
 from trinity.core.failure_policy import FailurePolicy
-from trinity.core.frontend import Abort, FrontendCore, frontend_core, inputs
+from trinity.core.frontend import Abort, FrontendCore, frontend_core, turns
 from trinity.core.frontend.messages import Prepare, Prepared
 from trinity.core.frontend.suspicion import Life
 from trinity.core.frontend.turns import Turns
@@ -180,7 +180,7 @@ def asked(out: list[Value]) -> list[str]:
 
 
 def test_inputs_are_prepared_again_for_so_many_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inputs, "PREPARED_AT_ONCE", 2)
+    monkeypatch.setattr(turns, "PREPARED_AT_ONCE", 2)
     core = recovering("E0 P0 D0", kept_bytes=0)
     for name in "abcde":
         core.handle(Submit(work(name, "cat", 1), ("pixels",), input_bytes=9), 0.0)

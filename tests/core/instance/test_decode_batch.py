@@ -9,7 +9,7 @@ import pytest
 from support.core_tables import make_core, sent, work
 from support.virtual.checks import check_state
 from trinity.core import InstanceCore
-from trinity.core.instance.decode_batch import MAX_COLUMNS
+from trinity.core.instance.lanes import MAX_COLUMNS
 from trinity.core.messages import Cancel, Emit, Finished, Sampled, Stepped, Submit, Work
 
 

@@ -10,7 +10,6 @@ import pytest
 from support.core_tables import brief, done, emptied, image_offer, kv_offer, make_core, sent, work
 from trinity.core import InstanceCore
 from trinity.core.instance.loads import report
-from trinity.core.instance.rates import StepRates
 from trinity.core.instance.request_state import Tombstone
 from trinity.core.messages import (
     IMAGE,
@@ -32,7 +31,7 @@ from trinity.core.messages import (
     Value,
     Withdraw,
 )
-from trinity.core.scheduler import BatchRules
+from trinity.core.scheduler import BatchRules, StepRates
 
 SLOW: dict[str, Any] = {"lease_s": 10.0, "report_s": inf}
 SILENT = "was silent for 10 s, and the lease on {kind} blocks ran out; try again"

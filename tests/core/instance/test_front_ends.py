@@ -28,8 +28,7 @@ from trinity.core.frontend import FrontendCore, FrontendOptions
 from trinity.core.frontend.messages import MoveRequest
 from trinity.core.frontend.suspicion import Death, Life
 from trinity.core.instance.front_ends import lose_frontend
-from trinity.core.instance.repeated_step import RepeatedStep
-from trinity.core.life_names import LifeNames, check_owner, name_help, name_life, read_help
+from trinity.core.instance.instance_core import RepeatedStep
 from trinity.core.messages import (
     Finished,
     Forget,
@@ -50,7 +49,17 @@ from trinity.core.messages import (
 from trinity.core.routing.router import RoundRobin
 from trinity.core.scheduler import BatchRules
 from trinity.core.transfers import TransferPolicy
-from trinity.core.values import FRONTEND, FrontendUp, NotTaken, is_frontend
+from trinity.core.values import (
+    FRONTEND,
+    FrontendUp,
+    LifeNames,
+    NotTaken,
+    check_owner,
+    is_frontend,
+    name_help,
+    name_life,
+    read_help,
+)
 
 OTHER = "frontend:b"
 

@@ -9,7 +9,6 @@ import pytest
 
 from support.core_tables import brief, broken, done, emptied, holding, make_core, sent, table, work
 from trinity.core import InstanceCore
-from trinity.core.life_names import name_help, read_help
 from trinity.core.messages import (
     IMAGE,
     Cancel,
@@ -29,6 +28,7 @@ from trinity.core.messages import (
     Work,
 )
 from trinity.core.scheduler import BatchRules
+from trinity.core.values import name_help, read_help
 
 TWO = work("r", "cat*4", "dog*4", 1)
 ONE_A_STEP = BatchRules(token_budget=64, image_budget=4)

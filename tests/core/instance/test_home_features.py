@@ -13,11 +13,11 @@ from support.every_order import Search
 from support.reader_checks import check_readers
 from support.spread_clusters import spread_cluster, strike
 from support.virtual.cluster import Durations, VirtualCluster, make_settings
-from trinity.core import InstanceCore, spread
+from trinity.core import InstanceCore
 from trinity.core.failure_policy import NO_RECOVERY, FailurePolicy
-from trinity.core.instance import helpers, home_features, peers
+from trinity.core.frontend import dispatch
+from trinity.core.instance import helpers, instance_core, peers
 from trinity.core.instance.state import State
-from trinity.core.life_names import name_help
 from trinity.core.messages import (
     Cancel,
     Failure,
@@ -35,6 +35,7 @@ from trinity.core.messages import (
 )
 from trinity.core.scheduler import BatchRules
 from trinity.core.transfers import TransferPolicy
+from trinity.core.values import name_help
 
 RULES = BatchRules(token_budget=64, image_budget=4)
 POLICY = FailurePolicy(recoveries=20, wait_s=10.0)
@@ -257,13 +258,13 @@ def believing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def idle(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is not there any more at its helper is waited for."""
-    encode = home_features._encode_here
+    encode = instance_core._encode_here
 
     def wait(s: State, state: Any, id: str) -> None:
         if s.home_fetches[id].pulling:
             encode(s, state, id)
 
-    monkeypatch.setattr(home_features, "_encode_here", wait)
+    monkeypatch.setattr(instance_core, "_encode_here", wait)
 
 
 @pytest.mark.slow  # messages that each of these breaks have tests above
@@ -325,7 +326,7 @@ def test_in_every_order_the_loss_of_the_asker_leaves_nothing_behind() -> None:
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """Helpers need not be at rest, as where two front ends, or old reports, deal items: two can help each other."""
     monkeypatch.setattr(
-        spread, "_fitting_helpers", lambda router, of: router.fitting("E", replace(of, encode_only=True))
+        dispatch, "_fitting_helpers", lambda router, of: router.fitting("E", replace(of, encode_only=True))
     )
 
 

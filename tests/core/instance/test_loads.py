@@ -13,7 +13,6 @@ from support.scenarios import Linear
 from trinity.core import InstanceCore
 from trinity.core.block_pool import BlockPool
 from trinity.core.instance.loads import load_of, queued
-from trinity.core.instance.rates import StepRates, units
 from trinity.core.messages import (
     IMAGE,
     KV,
@@ -35,7 +34,7 @@ from trinity.core.messages import (
 )
 from trinity.core.prefix_cache import DIGEST, media_keys, prefix_keys
 from trinity.core.routing.router import LeastLoaded, RoundRobin, Router
-from trinity.core.scheduler import BatchRules
+from trinity.core.scheduler import BatchRules, StepRates, units
 from trinity.core.transfers import PullTimes, TransferPolicy
 from trinity.emulation.model import EmulatedRequest
 from trinity.memory.cache_config import CacheConfig

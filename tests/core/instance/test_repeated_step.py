@@ -11,7 +11,7 @@ import pytest
 from support.core_tables import broken, done, make_core, work
 from support.scenarios import random_cluster
 from trinity.core import InstanceCore
-from trinity.core.instance.repeated_step import RepeatedStep
+from trinity.core.instance.instance_core import RepeatedStep
 from trinity.core.instance.settings import Settings
 from trinity.core.messages import Cancel, PeerLoad, Sampled, Step, Stepped, Submit, Tick, Value
 from trinity.core.routing.router import RoundRobin, RoutingPolicy

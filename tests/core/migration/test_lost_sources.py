@@ -31,7 +31,7 @@ from trinity.core.messages import (
     Submit,
     Work,
 )
-from trinity.core.migration import lost_transfers
+from trinity.core.migration import kv_target
 
 CHAT = work("r", "cat", "dog", 2)
 
@@ -239,5 +239,5 @@ def test_of_two_images_the_one_that_had_come_is_not_encoded_again(at: float, rep
 
 
 def test_unless_nobody_says_that_it_has_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lost_transfers, "tell_cached", lambda *rest: None)
+    monkeypatch.setattr(kv_target, "tell_cached", lambda *rest: None)
     assert count_encodes(0.65, 5.0) == 4

@@ -35,7 +35,7 @@ from trinity.core.messages import (
     Value,
     Withdraw,
 )
-from trinity.core.migration import lost_transfers
+from trinity.core.migration import kv_target
 from trinity.core.prefix_cache import DIGEST, prefix_keys
 from trinity.core.scheduler import BatchRules
 from trinity.core.transfers import TransferPolicy
@@ -221,7 +221,7 @@ def test_a_prefill_goes_on_behind_its_whole_blocks_where_these_have_come_to_one_
     """What it was at is prefilled again, and what was on its way: a chunk or two, however far it was."""
     for last in ("frontend", "PD0"):
         assert [positions("1P1PD", at, last=last) for at in MOMENTS] == [48, 48, 48, 48, 56]
-    monkeypatch.setattr(lost_transfers, "keep_whole_blocks", lambda *rest: None)
+    monkeypatch.setattr(kv_target, "keep_whole_blocks", lambda *rest: None)
     assert [positions("1P1PD", at) for at in MOMENTS] == [48, 56, 64, 72, 80]
 
 
@@ -239,14 +239,14 @@ def search(text: int) -> Search:
 @pytest.mark.timeout(600)
 def test_in_every_order_of_the_death_of_its_prefill_a_request_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: Counter[bool] = Counter()
-    keep = lost_transfers.keep_whole_blocks
+    keep = kv_target.keep_whole_blocks
 
     def count(s: State, state: RequestState) -> None:
         before = state.published_blocks
         keep(s, state)
         seen[state.published_blocks > before] += 1
 
-    monkeypatch.setattr(lost_transfers, "keep_whole_blocks", count)
+    monkeypatch.setattr(kv_target, "keep_whole_blocks", count)
     found = search(5)
     assert len(found.run()) > 10_000
     assert set(found.ends) == {(("r", "length"),)}

@@ -18,7 +18,7 @@ from support.virtual.cluster import make_settings
 from trinity.core import InstanceCore
 from trinity.core.failure_policy import FailurePolicy
 from trinity.core.frontend.resumption import name_holder
-from trinity.core.instance import arrival
+from trinity.core.instance import admission
 from trinity.core.instance.state import State
 from trinity.core.messages import (
     KV,
@@ -308,7 +308,7 @@ def test_a_prefill_goes_on_behind_whole_blocks_that_a_decode_instance_has(
 ) -> None:
     for last in ("frontend", "D0", "P1"):
         assert [positions(placement, at, last=last) for at in MOMENTS] == [48, 48, 48, 48, 56]
-    monkeypatch.setattr(arrival, "begin_fetch", lambda *rest: False)
+    monkeypatch.setattr(admission, "begin_fetch", lambda *rest: False)
     assert [positions(placement, at) for at in MOMENTS] == [48, 56, 64, 72, 80]
 
 

@@ -14,8 +14,16 @@ from hypothesis import strategies as st
 from support.core_tables import work
 from support.virtual.cluster import VirtualCluster, make_settings
 from trinity.core.messages import PeerLoad, PeerSuspect, PeerUp
-from trinity.core.routing.near_hosts import HostTurns, weigh_hosts
-from trinity.core.routing.router import LeastLoaded, PrefixHits, RandomChoice, RoundRobin, Router, RoutingPolicy
+from trinity.core.routing.router import (
+    HostTurns,
+    LeastLoaded,
+    PrefixHits,
+    RandomChoice,
+    RoundRobin,
+    Router,
+    RoutingPolicy,
+    weigh_hosts,
+)
 from trinity.core.routing.stage_peers import Slots, StagePeers
 
 POOLS = {"image": 64, "kv": 4096}

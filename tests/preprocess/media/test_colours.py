@@ -19,8 +19,7 @@ import trinity
 from support.checkpoint_files import checkpoint
 from support.image_reader import image_reader
 from trinity.errors import BadMedia
-from trinity.preprocess.media.colours import decode_rgb
-from trinity.preprocess.media.images import read_image
+from trinity.preprocess.media.images import decode_rgb, read_image
 from trinity.preprocess.media.media_markup import IMAGE_TEXT
 from trinity.preprocess.media_limits import MediaLimits, MediaProblem
 from trinity.preprocess.processor import RequestProcessor

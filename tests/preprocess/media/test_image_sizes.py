@@ -20,7 +20,7 @@ from support.image_reader import image_reader
 from support.recordings import MULTIMODAL
 from trinity.errors import BadMedia, RequestTooLarge
 from trinity.preprocess.media import image_sizes
-from trinity.preprocess.media.image_reader import ImageReader
+from trinity.preprocess.media.image_kind import ImageReader
 from trinity.preprocess.media.image_sizes import ImageTooLarge, count_bytes, guard_resizes, predict_pixels, resized
 from trinity.preprocess.media.media_costs import unit_s
 from trinity.preprocess.media_limits import Estimate, MediaBudget, MediaLimits, MediaProblem, TooManyTokens

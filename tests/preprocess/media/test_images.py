@@ -17,8 +17,7 @@ import pytest
 import torch
 from PIL import Image, ImageFile
 
-from trinity.preprocess.media.colours import Transparency
-from trinity.preprocess.media.images import image_digest, read_image
+from trinity.preprocess.media.images import Transparency, image_digest, read_image
 from trinity.preprocess.media_limits import MediaLimits, MediaProblem
 
 PIXELS = np.random.default_rng(0).integers(0, 255, (12, 16, 3), dtype=np.uint8)

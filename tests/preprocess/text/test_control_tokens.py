@@ -25,9 +25,8 @@ from trinity.errors import BadMedia, RequestError, RequestTooLarge
 from trinity.preprocess.media.media_kinds import Placeholder
 from trinity.preprocess.processor import RequestProcessor
 from trinity.preprocess.text.control_tokens import ControlTokens, HiddenTokens, render_safely
-from trinity.preprocess.text.prompt import split_at_markers
+from trinity.preprocess.text.prompt import PromptTokenizer, split_at_markers
 from trinity.preprocess.text.prompt_problem import PromptProblem
-from trinity.preprocess.text.prompt_tokens import PromptTokenizer
 from trinity.request import Request
 from trinity.testing.oracle import own_processor
 

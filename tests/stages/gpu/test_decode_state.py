@@ -28,13 +28,13 @@ from trinity.stages import block_tables, sampler
 from trinity.stages.async_steps import LaunchedStep
 from trinity.stages.base import PendingStep
 from trinity.stages.batch import RaggedBatch
+from trinity.stages.block_tables import upload
 from trinity.stages.gpu import decode_graphs, decode_state
 from trinity.stages.gpu.decode_graphs import DecodeGraphs
 from trinity.stages.gpu.decode_state import DecodeState
 from trinity.stages.language import LanguageStage
 from trinity.stages.models import RotaryPositions
 from trinity.stages.token_bans import make_bans
-from trinity.stages.uploads import upload
 
 ROWS, BLOCKS, VOCABULARY = 4, 400, 40
 NOISE = torch.randn((997, VOCABULARY), generator=torch.Generator().manual_seed(1)) * 3

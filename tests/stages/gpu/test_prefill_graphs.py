@@ -32,7 +32,7 @@ from trinity.stages.gpu.decode_graphs import DecodeGraphs
 from trinity.stages.gpu.prefill_graphs import PrefillGraphs, StepSize, pack_step
 from trinity.stages.language import LanguageStage
 from trinity.stages.models import LoadedModel, load_model
-from trinity.stages.open_request import OpenStates
+from trinity.stages.request_table import OpenStates
 from trinity.testing.checkpoints import ARCHITECTURES
 
 __all__ = ["cuda_stand_in"]

@@ -36,12 +36,10 @@ from support.swapped_models import count, layers_of, swap, text_model, vision_mo
 from trinity.memory import native
 from trinity.stages.kernels import admission, fused_elementwise, linear
 from trinity.stages.kernels.admission import is_known
-from trinity.stages.kernels.decoder_layers import FusedDecoderLayer
-from trinity.stages.kernels.encoder_elementwise import has_encoder_kernels
-from trinity.stages.kernels.encoder_layers import _FusedEncoderLayer
+from trinity.stages.kernels.decoder_layers import FusedDecoderLayer, TwoPassLayer, skip_unsampled_rows
+from trinity.stages.kernels.encoder_layers import _FusedEncoderLayer, has_encoder_kernels
 from trinity.stages.kernels.fused_elementwise import fuse_elementwise
 from trinity.stages.kernels.known_sources import LayerPart
-from trinity.stages.kernels.last_layer import TwoPassLayer, skip_unsampled_rows
 
 if not fused_elementwise.has_fused_kernels() or not has_encoder_kernels() or not packs(torch.float32):
     pytest.skip(f"nothing to be admitted to: {native.describe()}", allow_module_level=True)

@@ -21,11 +21,9 @@ from support.swapped_models import count, swap, text_model, vision_model
 from trinity.memory import native
 from trinity.stages.kernels import admission, fused_elementwise, linear
 from trinity.stages.kernels.admission import is_known, is_known_module
-from trinity.stages.kernels.decoder_layers import FusedDecoderLayer
-from trinity.stages.kernels.encoder_elementwise import has_encoder_kernels
-from trinity.stages.kernels.encoder_layers import _FusedEncoderLayer
+from trinity.stages.kernels.decoder_layers import FusedDecoderLayer, skip_unsampled_rows
+from trinity.stages.kernels.encoder_layers import _FusedEncoderLayer, has_encoder_kernels
 from trinity.stages.kernels.known_sources import LayerPart
-from trinity.stages.kernels.last_layer import skip_unsampled_rows
 from trinity.stages.kernels.swaps import find_own_class, without_swaps
 
 if not fused_elementwise.has_fused_kernels() or not has_encoder_kernels() or not packs(torch.float32):

@@ -22,8 +22,8 @@ from trinity.stages.attention.interface import (
     StopAfterWrite,
     register_attention,
 )
+from trinity.stages.kernels import decoder_layers, fused_elementwise, linear, native_linear
 from trinity.stages.kernels import decoder_layers as module
-from trinity.stages.kernels import fused_elementwise, last_layer, linear, native_linear
 from trinity.stages.kernels.decoder_layers import (
     DecoderAttentionProbe,
     FusedDecoderLayer,
@@ -197,7 +197,7 @@ class Halved(DecoderAttentionProbe):
 @pytest.mark.parametrize("last", [[39], [3, 39], []])
 def test_the_last_layer_runs_over_sampled_rows_alone(dtype: torch.dtype, last: list[int]) -> None:
     model = model_of(LlamaConfig(**SIZES), dtype)
-    assert last_layer.skip_unsampled_rows(model, 0)
+    assert decoder_layers.skip_unsampled_rows(model, 0)
     layer, kind = model.layers[1], type(model.layers[1])
     assert fuse_decoder_layers(model) == 2
     found, shown = [], []
@@ -224,10 +224,10 @@ def test_the_last_layer_runs_over_sampled_rows_alone(dtype: torch.dtype, last: l
 @torch.inference_mode()
 def test_the_last_layer_may_be_both(monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of(LlamaConfig(**SIZES))
-    assert last_layer.skip_unsampled_rows(model, 0)
+    assert decoder_layers.skip_unsampled_rows(model, 0)
     kind = type(model.layers[1])
     assert fuse_decoder_layers(model) == 2
-    assert isinstance(model.layers[1], last_layer.TwoPassLayer)
+    assert isinstance(model.layers[1], decoder_layers.TwoPassLayer)
     many, named = asked_of(model.layers[1], 40, torch.float32, DecoderAttentionProbe())
     wanted = kind.forward(model.layers[1], many, **named)
     torch.testing.assert_close(model.layers[1](many, **named), wanted, rtol=0, atol=1e-5 * float(wanted.abs().max()))

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
 from trinity.memory import native
-from trinity.stages.kernels import encoder_elementwise as parts
-from trinity.stages.kernels.encoder_elementwise import add_layer_norm, apply_table, fuse_encoder_elementwise, layer_norm
+from trinity.stages.kernels import encoder_layers as parts
+from trinity.stages.kernels.encoder_layers import add_layer_norm, apply_table, fuse_encoder_elementwise, layer_norm
 from trinity.stages.kernels.fused_elementwise import count_fused
 from trinity.stages.models import load_model
 from trinity.testing.checkpoints import build_checkpoint

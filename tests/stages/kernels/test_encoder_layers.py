@@ -15,14 +15,13 @@ from support.known_classes import attend_without_kernel
 from support.stage_driver import picture, processor_of
 from trinity.memory import native
 from trinity.request import Request
-from trinity.stages.kernels import encoder_elementwise
-from trinity.stages.kernels.encoder_elementwise import fuse_encoder_elementwise
-from trinity.stages.kernels.encoder_layers import _FusedEncoderLayer, fuse_encoder_layers
+from trinity.stages.kernels import encoder_layers
+from trinity.stages.kernels.encoder_layers import _FusedEncoderLayer, fuse_encoder_elementwise, fuse_encoder_layers
 from trinity.stages.kernels.fused_elementwise import fuse_elementwise
 from trinity.stages.models import load_model
 
 DTYPES = [torch.float32, torch.bfloat16]
-if not encoder_elementwise.has_encoder_kernels():
+if not encoder_layers.has_encoder_kernels():
     pytest.skip(f"no kernels of encoders in the extension: {native.describe()}", allow_module_level=True)
 
 

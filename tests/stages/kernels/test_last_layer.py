@@ -19,9 +19,9 @@ from trinity.core.messages import Prefill
 from trinity.stages import batch
 from trinity.stages.attention.interface import AttentionParams, PagedRows
 from trinity.stages.attention.torch_reference import TorchAttention
-from trinity.stages.kernels import last_layer
+from trinity.stages.kernels import decoder_layers
+from trinity.stages.kernels.decoder_layers import drop_unused_layers, skip_unsampled_rows
 from trinity.stages.kernels.known_sources import LayerPart
-from trinity.stages.kernels.last_layer import drop_unused_layers, skip_unsampled_rows
 from trinity.stages.models import load_model, loader
 from trinity.testing.checkpoints import ARCHITECTURES
 
@@ -96,7 +96,7 @@ def test_equals_generate(name: str, split: bool) -> None:
 def test_every_known_text_model_has_it(name: str) -> None:
     model = load_model(checkpoint(name), "P", dtype="float32")
     layers = model.adapter.language(model.language).layers
-    assert [isinstance(each, last_layer.TwoPassLayer) for each in layers] == [False] * (len(layers) - 1) + [True]
+    assert [isinstance(each, decoder_layers.TwoPassLayer) for each in layers] == [False] * (len(layers) - 1) + [True]
 
 
 def test_rows_of_the_last_layer_that_nobody_samples_are_only_written() -> None:
@@ -209,7 +209,7 @@ def test_features_are_those_of_the_whole_encoder(name: str, monkeypatch: pytest.
 def test_layers_left_out_hold_no_weights(name: str) -> None:
     model = load_model(checkpoint(name), "E", dtype="float32")
     tower = model.vision.base_model.vision_tower
-    passing = [each for each in tower.modules() if isinstance(each, last_layer._Identity)]
+    passing = [each for each in tower.modules() if isinstance(each, decoder_layers._Identity)]
     assert len(passing) == 1
     assert not list(passing[0].parameters())
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from trinity.stages.kernels import decoder_layers, encoder_layers, last_layer
+from trinity.stages.kernels import decoder_layers, encoder_layers
 
 BASES: dict[str, tuple[Any, str]] = {
-    "two passes": (last_layer.TwoPassLayer, "original_forward"),
+    "two passes": (decoder_layers.TwoPassLayer, "original_forward"),
     "fused decoder": (decoder_layers.FusedDecoderLayer, "unfused_forward"),
 }
 
@@ -36,7 +36,7 @@ def test_each_falls_back_to_the_one_below_it(order: tuple[str, ...]) -> None:
 def test_layers_that_may_be_stacked_keep_the_forward_below_under_names_of_their_own() -> None:
     kept = [
         {name for name in vars(base)["__annotations__"] if name.endswith("_forward")}
-        for base in (last_layer.TwoPassLayer, decoder_layers.FusedDecoderLayer)
+        for base in (decoder_layers.TwoPassLayer, decoder_layers.FusedDecoderLayer)
     ]
     assert all(len(names) == 1 for names in kept)
     assert kept[0].isdisjoint(kept[1])

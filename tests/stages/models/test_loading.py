@@ -21,7 +21,7 @@ from support.checkpoint_files import checkpoint
 from trinity.errors import ConfigError, UnsupportedModel
 from trinity.memory.weight_digests import sample_digest
 from trinity.preprocess.checkpoint import model_types
-from trinity.stages.kernels.last_layer import _Identity
+from trinity.stages.kernels.decoder_layers import _Identity
 from trinity.stages.models import (
     LoadedModel,
     ModelAdapter,

@@ -16,7 +16,7 @@ import transformers.activations
 from torch import Tensor, nn
 
 from support.checkpoint_files import checkpoint
-from trinity.stages.kernels.encoder_elementwise import TableActivation, has_encoder_kernels
+from trinity.stages.kernels.encoder_layers import TableActivation, has_encoder_kernels
 from trinity.stages.kernels.swaps import without_swaps
 from trinity.stages.models import load_model, loader
 from trinity.stages.models.float32_forward import in_float32

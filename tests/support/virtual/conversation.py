@@ -10,7 +10,6 @@ from typing import TypeGuard
 from trinity.core import InstanceCore
 from trinity.core.frontend import Abort, Deliver, End
 from trinity.core.frontend.messages import Adopt
-from trinity.core.life_names import MARK
 from trinity.core.messages import (
     FRONTEND,
     KV,
@@ -38,7 +37,7 @@ from trinity.core.messages import (
     Value,
     Withdraw,
 )
-from trinity.core.values import is_frontend
+from trinity.core.values import MARK, is_frontend
 from trinity.stage_kinds import feature_kinds
 
 HELPS = {(before, said) for before in ("asked", "begun", "no") for said in ("begun", "ready", "no")} | {("ready", "no")}

@@ -1,4 +1,4 @@
-"""Dispatch: sends requests to their first stage, or lets them wait until they can be sent.
+"""Dispatch: sends requests to their first stage, spread over encoders, lets them wait, or refuses them.
 
 They wait for a stage that is away, for instances to be empty where they run isolated, for their turn after a loss, and
 for inputs that are prepared again.
@@ -6,25 +6,175 @@ for inputs that are prepared again.
 
 from __future__ import annotations
 
-from collections.abc import Sized
+from collections.abc import Iterator, Mapping, Sized
 from math import inf
 
 from msgspec.structs import replace
 
 from trinity.core.failure_policy import FailurePolicy
 from trinity.core.frontend.frontend_request import FrontendRequest
-from trinity.core.frontend.inputs import Inputs
 from trinity.core.frontend.isolation import EMPTY_POLL_S, Isolation, stages_of
-from trinity.core.frontend.refusals import find_misfit
 from trinity.core.frontend.resumption import find_cached, name_holder
 from trinity.core.frontend.suspicion import Life
-from trinity.core.frontend.turns import Alarms, Turns
-from trinity.core.messages import Failure, Send, Submit, Value
-from trinity.core.routing.router import BadChoice, Router
-from trinity.core.spread import send_spread
+from trinity.core.frontend.turns import Alarms, Inputs, Turns
+from trinity.core.messages import Failure, MediaSpan, PeerUp, Send, Submit, Value, Work
+from trinity.core.routing.router import UNKNOWN_UNIT_S, BadChoice, Router
+from trinity.core.routing.stage_peers import needs
+from trinity.core.values import name_help
+from trinity.stage_kinds import encoder_of, encoders, encoders_of, path_of, roles_of
 
+LEAST_GAIN = 0.1  # of the seconds until all items are encoded: below it a request stays with one encoder
 ALONE_TEXT = "instances died while they had it, and none was free in time for it to run alone; try again in a while"
 TURN_TEXT = "many requests go on after a loss just now, and its turn has not come in the time it may wait; try again"
+
+
+def find_malformed(work: Work, router: Router, known: bool) -> Failure | None:
+    """Find a flaw that no instance could work on; ``known``: the request's id is in use."""
+    if known:  # its reader may be gone, but steps in flight still end
+        text = f"a request {work.request!r} is still being served or ended; wait, or use another request_id"
+        return Failure("RequestError", text)
+    several = encoders_of(work)
+    if len(several) > 1:
+        text = f"its media need the stages {' and '.join(several)}, and a request has one that encodes: send them apart"
+        return Failure("RequestError", text)
+    if work.encode_only and not (work.media and router.known(several)):
+        letter = several or encoders()[0].letter
+        text = f"the features of a request need at least one item of media, and an instance with stage {letter}"
+        return Failure("RequestError", text)
+    if not work.encode_only and (not work.prompt or work.max_tokens < 1):
+        text = f"a prompt of {len(work.prompt)} tokens and an output of {work.max_tokens}; both need at least one"
+        return Failure("RequestError", text)
+    return None
+
+
+def find_overload(waiting: int, most: int, waiting_bytes: int, input_bytes: int, most_bytes: int) -> Failure | None:
+    """Refuse one more request where too many wait already, or too many bytes of their media and its own."""
+    if waiting >= most:
+        return Failure("Overloaded", f"{waiting} requests wait already; try later or raise max_waiting")
+    if input_bytes > most_bytes:
+        text = f"its media make {input_bytes} bytes, above max_waiting_bytes ({most_bytes})"
+        return Failure("RequestTooLarge", f"{text}; send fewer or smaller media")
+    if waiting_bytes + input_bytes > most_bytes:
+        text = f"the media of requests that wait have {waiting_bytes} bytes already"
+        return Failure("Overloaded", f"{text}; try later or raise max_waiting_bytes")
+    return None
+
+
+def find_misfit(router: Router, work: Work, losses: Mapping[str, str]) -> Failure | None:
+    """Find a stage at which no instance can serve this request. ``Overloaded``: one could, but is away just now.
+
+    losses: why each instance was lost last, by name.
+    """
+    missing = [letter for letter in path_of(work) if not router.can_serve(letter, work)]
+    for letter in missing:  # first of all: what can never be served waits for nothing
+        if not router.awaits(letter, work):
+            return _too_large(router, work, letter)
+    return Failure("Overloaded", _away(router, missing[0], losses), {"stage": missing[0]}) if missing else None
+
+
+def _away(router: Router, letter: str, losses: Mapping[str, str]) -> str:
+    """Name the instances of a stage that are away, and why."""
+    gone = [peer.name for peer in router.lost.values() if letter in peer.roles]
+    kept = [name for name, peer in router.peers.items() if letter in peer.roles and name in router.reserved]
+    why = "; ".join(
+        [f"{name} is started again: {losses.get(name) or 'it was lost'}" for name in gone]
+        + [f"{name} is reserved for a request that runs alone" for name in kept]
+    )
+    return f"no instance is up at stage {letter} just now ({why}); try again in a while"
+
+
+def _too_large(router: Router, work: Work, letter: str) -> Failure:
+    """Failure that lists the blocks needed and the pool size of every instance with this stage."""
+    found = []
+    for peer in (*router.peers.values(), *router.lost.values()):
+        if letter in peer.roles:
+            need = needs(letter, work, peer.roles, peer.image_block_size, peer.kv_block_size)
+            found += [f"{count} {kind} of {peer.pools.get(kind, 0)} in {peer.name}" for kind, count in need.items()]
+    advice = "shorten the prompt or max_tokens, or enlarge the pools"
+    if work.outputs:
+        advice = f"it was preempted or lost, and its {work.outputs} outputs count as prompt; enlarge the pools"
+    text = f"no instance can hold this request at stage {letter}; blocks that it needs of the pools: {', '.join(found)}"
+    return Failure("RequestTooLarge", f"{text}; {advice}")
+
+
+def send_spread(router: Router, first: str, sent: Submit, most: int) -> list[Send]:
+    """Send a request to its first instance, and items of it to at most ``most - 1`` helpers."""
+    helpers = deal_items(router, sent.work, first, most) if most > 1 else ()
+    if not helpers:
+        return [Send(first, sent)]
+    asked: dict[str, int] = {}
+    for item, span in enumerate(sent.work.media):
+        if helpers[item]:
+            asked.setdefault(span.content, item)
+    lives = {name: router.peers[name].epoch for name in helpers if name}
+    helps = [Send(helpers[item], _help(sent, item, first, lives[helpers[item]])) for item in asked.values()]
+    return [Send(first, replace(sent, helpers=helpers)), *helps]
+
+
+def _help(sent: Submit, item: int, asker: str, epoch: int) -> Submit:
+    """The item as a request of its own, which ends with its features in the encoder cache of a helper's life."""
+    name, media = name_help(sent.work.request, sent.work.attempt, item), (sent.work.media[item],)
+    alone = replace(sent.work, request=name, media=media, prompt=(), encode_only=True)
+    return Submit(alone, sent.inputs[item : item + 1], asker=asker, target_epoch=epoch)
+
+
+def deal_items(router: Router, work: Work, first: str, most: int) -> tuple[str, ...]:
+    """Name the helper of each media item, "" for none; () where all stay with ``first``.
+
+    Largest items first, each to the encoder predicted to be through with it first; items of one content stay together.
+    Encoders that would be busy until ``first`` is through with all items get none, nor do those that prefill or decode
+    as well, unless they have nothing to do.
+    """
+    own = encoder_of(work)
+    if work.encode_only or len(work.media) < 2 or own not in router.peers[first].roles:
+        return ()
+    new = {span.content: span for span in work.media if not router.holder(span, ())}
+    idle = _find_idle(router, work, first, sum(span.tokens for span in new.values()))
+    chosen = _deal(new, idle[:most], first)
+    for content, name in chosen.items():
+        router.count(name, own, new[content].tokens)
+        router.count(first, own, -new[content].tokens)
+    return tuple(chosen.get(span.content, "") for span in work.media) if chosen else ()
+
+
+def _find_idle(router: Router, work: Work, first: str, tokens: int) -> list[tuple[float, float, str]]:
+    """List encoders by the seconds of work that they have: these, seconds of a visual token, and name; first first."""
+    peers = [peer for peer in router.trusted(_fitting_helpers(router, work)) if peer.name != first]
+    names, own = [first, *(peer.name for peer in peers)], encoder_of(work)
+    known = [router.loads[name].unit_s.get(own, 0.0) if name in router.loads else 0.0 for name in names]
+    other = max(known) or UNKNOWN_UNIT_S  # of one that has encoded nothing yet
+    units = [each or other for each in known]
+    waits = [router.seconds(name, own) for name in names]
+    waits[0] = max(0.0, waits[0] - _counted(work) * (known[0] or UNKNOWN_UNIT_S))  # which counts this request already
+    alone = waits[0] + tokens * units[0]
+    free = [each for each in zip(waits[1:], units[1:], names[1:], strict=True) if each[0] < alone - waits[0]]
+    return [(waits[0], units[0], first), *sorted(free)]
+
+
+def _fitting_helpers(router: Router, work: Work) -> Iterator[PeerUp]:
+    """Encoders that may take an item of it, which is prefilled elsewhere. Those with further roles must be at rest."""
+    for peer in router.fitting(encoder_of(work), replace(work, encode_only=True)):
+        if roles_of(peer.roles).only_encodes or not any(router.seconds(peer.name, letter) for letter in peer.roles):
+            yield peer
+
+
+def _counted(work: Work) -> int:
+    return sum(span.tokens for span in work.media)
+
+
+def _deal(new: dict[str, MediaSpan], encoders: list[tuple[float, float, str]], first: str) -> dict[str, str]:
+    """Deal contents to encoders. Returns the helper of each that does not stay; {} where that gains too little."""
+    through = {name: wait for wait, _, name in encoders}
+    units = {name: unit for _, unit, name in encoders}
+    alone = through[first] + sum(span.tokens for span in new.values()) * units[first]
+    chosen: dict[str, str] = {}
+    for content, span in sorted(new.items(), key=lambda each: -each[1].tokens):
+        name = min(through, key=lambda each: through[each] + span.tokens * units[each])
+        through[name] += span.tokens * units[name]
+        if name != first:
+            chosen[content] = name
+    used = max(through[name] for name in {first, *chosen.values()})
+    return chosen if used <= (1 - LEAST_GAIN) * alone else {}
 
 
 class Dispatch:

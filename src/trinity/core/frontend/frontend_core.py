@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from trinity.core.failure_policy import FailurePolicy
 from trinity.core.frontend.decode_moves import DecodeMoves, drop_move, note_moved, refuse_move
-from trinity.core.frontend.dispatch import Dispatch
+from trinity.core.frontend.dispatch import Dispatch, find_malformed, find_overload
 from trinity.core.frontend.frontend_request import (
     FrontendRequest,
     after_losses,
@@ -36,14 +36,11 @@ from trinity.core.frontend.frontend_request import (
     refuse_unfit,
     whom_to_cancel,
 )
-from trinity.core.frontend.inputs import Inputs
 from trinity.core.frontend.isolation import Isolation
 from trinity.core.frontend.messages import Abort, Adopt, Deliver, End, MoveRequest, Prepared
 from trinity.core.frontend.poison_detection import PoisonDetector
-from trinity.core.frontend.refusals import find_malformed, find_overload
 from trinity.core.frontend.suspicion import NEWS_S, Life
-from trinity.core.frontend.turns import Alarms
-from trinity.core.life_names import LifeNames, check_owner, id_of, name_life
+from trinity.core.frontend.turns import Alarms, Inputs
 from trinity.core.messages import (
     FRONTEND,
     NOWHERE,
@@ -72,6 +69,7 @@ from trinity.core.messages import (
     Work,
 )
 from trinity.core.routing.router import Router, RoutingOptions, RoutingPolicy
+from trinity.core.values import LifeNames, check_owner, id_of, name_life
 from trinity.errors.arguments import Whole
 
 

@@ -13,9 +13,9 @@ from trinity.core.failure_policy import FailurePolicy
 from trinity.core.frontend.messages import Adopt, FormerLife
 from trinity.core.frontend.resumption import Prefilled
 from trinity.core.frontend.suspicion import Life, Suspicion
-from trinity.core.life_names import name_life
 from trinity.core.messages import FRONTEND, KV, NOWHERE, PREEMPTED, UNFIT, Failure, Finished, Moved, Sampled, Work
 from trinity.core.routing.router import Router
+from trinity.core.values import name_life
 from trinity.stage_kinds import roles_of
 
 ROUNDING_S = 1e-3  # of sums of pauses: one that is short of its wait by less has waited

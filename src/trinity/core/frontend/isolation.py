@@ -2,7 +2,7 @@
 
 Reserved is a life of an instance, the next one of an instance that is away included: that comes up empty. The router
 of every instance and of the front end knows (``PeerReserved``) and sends others past it; an instance takes a request
-that runs alone only while it has no other, and no other beside it (``trinity.core.instance.company``).
+that runs alone only while it has no other, and no other beside it (``trinity.core.instance.front_ends``).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Front ends of an instance: several at once, each of which owns its requests, hears of them alone, and may be lost.
+"""Front ends of an instance, several at once, each of which owns its requests; and the request that runs alone there.
 
 An instance has requests only of front ends that it is in touch with. As one is lost, what it owned ends here, and
 nobody else's does. Each instance hears of that itself, some later than others, and one that has begun anew may not be
@@ -12,13 +12,89 @@ highest number that it has heard of, its own or another's (``PeerLoad.newest``),
 
 from __future__ import annotations
 
-from trinity.core.instance.company import drop_reservations, tell_reserved, untaken
+from collections.abc import Iterable
+
 from trinity.core.instance.lifecycle import end
 from trinity.core.instance.loads import load_of
 from trinity.core.instance.request_state import REFUSED, UNTAKEN
 from trinity.core.instance.state import State, failure
-from trinity.core.messages import FRONTEND, Finished, Offer, Release, Submit
+from trinity.core.messages import (
+    FRONTEND,
+    NOWHERE,
+    Failure,
+    Finished,
+    Offer,
+    PeerEmpty,
+    PeerReserved,
+    Release,
+    Submit,
+    Work,
+)
 from trinity.core.values import FrontendUp, NotTaken
+
+
+def handle_peer_reserved(s: State, event: PeerReserved, now: float) -> None:
+    """Route past an instance that is reserved, or no longer. This one says so as soon as it is empty.
+
+    The first front end alone has requests run alone; the others hear from the instance that one does.
+    """
+    s.router.reserve(event)
+    if event.name == s.settings.name:
+        s.reserved_as = event.number if event.reserved else None
+        s.said_empty = False
+        tell_reserved(s, [each for each in s.frontends if each != FRONTEND])
+        say_empty(s)
+
+
+def tell_reserved(s: State, names: Iterable[str]) -> None:
+    """Tell front ends whether this instance is reserved."""
+    own = s.settings
+    for each in names:
+        s.send(each, PeerReserved(own.name, own.epoch, s.reserved_as is not None))
+
+
+def drop_reservations(s: State) -> None:
+    """Let anyone go anywhere: the front end that had requests run alone is lost."""
+    s.router.reserved.clear()
+    if s.reserved_as is not None:
+        s.reserved_as, s.said_empty = None, False
+        tell_reserved(s, s.frontends)
+
+
+def say_empty(s: State) -> None:
+    """Tell the front end, once, that nothing is here and that nothing but what runs alone will be."""
+    own = s.settings
+    if s.reserved_as is not None and not (s.said_empty or s.requests or s.outgoing or s.skipped_encodes):
+        s.said_empty = True
+        s.send(FRONTEND, PeerEmpty(own.name, own.epoch, s.reserved_as))
+
+
+def nowhere(s: State, letter: str) -> Failure:
+    """Failure of a request whose next stage no instance has just now."""
+    text = f"no instance with stage {letter} is up just now"
+    return failure("MigrationError", text, source=s.settings.name, cause=NOWHERE)
+
+
+def untaken(s: State, target: str) -> Failure:
+    """Failure of a request that its target did not take, as it is not in touch with the owner just now."""
+    text = f"instance {target} is not in touch with the request's front end just now"
+    return failure("MigrationError", text, source=s.settings.name, target=target, cause=NOWHERE)
+
+
+def find_company(s: State, work: Work) -> Failure | None:
+    """Find a reason why this request, which is here already, may not be beside what else is or was to be here.
+
+    It goes back to the front end, which makes a pause: who sent it had not heard of what is reserved.
+    """
+    if not work.alone and s.reserved_as is None:
+        return None
+    alone, own = work.is_alone_at(s.settings.roles), s.settings.name
+    empty = s.said_empty and len(s.requests) == 1
+    if alone is (s.reserved_as is not None) and (empty or not alone):
+        return None
+    why = "it is to run alone" if alone else "another is to run alone there"
+    text = f"instance {own} did not take the request, as {why}"
+    return failure("MigrationError", text, source=own, cause=NOWHERE)
 
 
 def handle_frontend_up(s: State, event: FrontendUp, now: float) -> None:

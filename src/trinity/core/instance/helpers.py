@@ -5,7 +5,7 @@ left to nobody. Then it recalls the others, one by one, and encodes those that t
 for nothing but an answer, which comes at once, and a step that runs, both of an instance that is up. A helper encodes
 into its encoder cache, holds nothing beyond that, and waits for nobody. Features that it has are offered like all that
 another instance has cached (``trinity.core.migration.remote_features``): their target pulls them there, and where they
-are gone the asker encodes. An asker that prefills as well pulls them itself (``home_features``).
+are gone the asker encodes. An asker that prefills as well pulls them itself (``dispatch_fetched``).
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from __future__ import annotations
 from trinity.core.instance.peer_questions import HomeFetch
 from trinity.core.instance.request_state import MediaSlot, RequestState
 from trinity.core.instance.state import State
-from trinity.core.life_names import name_help, read_help
 from trinity.core.messages import ENCODED, Cancel, Fetch, Finished, Helped, Step
+from trinity.core.values import name_help, read_help
 
 # ---------------------------------------------------------------- the asker
 

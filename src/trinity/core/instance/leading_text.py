@@ -7,9 +7,9 @@ block while it waits for features, and what becomes of the request leaves nothin
 
 from __future__ import annotations
 
+from trinity.core.instance.lifecycle import decode_headroom
 from trinity.core.instance.queues import leading_blocks
 from trinity.core.instance.request_state import RequestState
-from trinity.core.instance.reservation import decode_headroom
 from trinity.core.instance.state import State
 from trinity.core.messages import KV, Open, Prefill, Step, Stepped
 from trinity.core.migration.kv_target import publish_kv

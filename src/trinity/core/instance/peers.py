@@ -7,8 +7,8 @@ from trinity.core.instance.helpers import lose_helper
 from trinity.core.instance.loads import followers
 from trinity.core.instance.state import State, failure
 from trinity.core.messages import Gone, PeerDown, PeerLeaving, PeerLoad, PeerSuspect, PeerUp
+from trinity.core.migration.kv_target import end_transfer
 from trinity.core.migration.leases import take_back
-from trinity.core.migration.lost_transfers import end_transfer
 from trinity.core.migration.moves import LOST, finish_copy, give_up
 from trinity.core.migration.prefix_fetch import give_up_prefixes
 from trinity.core.migration.remote_features import give_up_fetches, give_up_pulls

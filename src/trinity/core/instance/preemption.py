@@ -8,10 +8,9 @@ Its next prefill has its prompt and its outputs, ahead of all waiting requests, 
 from __future__ import annotations
 
 from trinity.core.instance.lanes import count_in_flight
-from trinity.core.instance.lifecycle import drop_media, end, queue_prefill
+from trinity.core.instance.lifecycle import drop_media, drop_state, end, queue_prefill
 from trinity.core.instance.phases import Phase
 from trinity.core.instance.request_state import RequestState
-from trinity.core.instance.reservation import drop_state
 from trinity.core.instance.state import State
 from trinity.core.messages import KV, PREEMPTED, Grow
 from trinity.core.migration.kv_target import publish_kv

@@ -9,7 +9,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
-from trinity.core.instance.decode_batch import DecodeBatch
+from trinity.core.instance.lanes import DecodeBatch
 from trinity.core.instance.phases import SPAN, Phase
 from trinity.core.messages import (
     KV,

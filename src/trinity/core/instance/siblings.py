@@ -19,12 +19,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import islice
 
-from trinity.core.instance.arrival import pass_on
-from trinity.core.instance.lifecycle import release
+from trinity.core.instance.admission import pass_on
+from trinity.core.instance.lifecycle import blocks_to_reserve, decode_headroom, has_state_room, release
 from trinity.core.instance.peer_questions import SiblingWords
 from trinity.core.instance.phases import SPAN, Phase
 from trinity.core.instance.request_state import PASSED, RequestState
-from trinity.core.instance.reservation import blocks_to_reserve, decode_headroom, has_state_room
 from trinity.core.instance.state import State
 from trinity.core.messages import KV, WORK, PeerUp, Said, Spare
 from trinity.core.routing.stage_peers import fitting

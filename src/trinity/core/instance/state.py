@@ -8,12 +8,10 @@ from collections.abc import Callable
 from math import inf
 
 from trinity.core.block_pool import BlockPool
-from trinity.core.instance.decode_batch import DecodeBatch
-from trinity.core.instance.lanes import Flights, StepInFlight
+from trinity.core.instance.lanes import DecodeBatch, Flights, StepInFlight
 from trinity.core.instance.peer_questions import HomeFetch, PrefixFetches, Siblings
 from trinity.core.instance.phases import BEFORE_DECODE, MOVES, OFFERED, Phase
 from trinity.core.instance.queues import LeadingQueue, Queue
-from trinity.core.instance.rates import StepRates
 from trinity.core.instance.request_state import (
     FeatureFetch,
     Lease,
@@ -41,6 +39,7 @@ from trinity.core.messages import (
 )
 from trinity.core.prefix_cache import Key, media_keys, prefix_keys, uncut_blocks
 from trinity.core.routing.router import Router
+from trinity.core.scheduler import StepRates
 from trinity.core.transfers import PullTimes, TokenRate
 from trinity.core.values import blocks_for
 from trinity.stage_kinds import encoder_of, roles_of

@@ -1,19 +1,27 @@
-"""Target side of a KV transfer: reserves at once, pulls each piece when ready, measures the exposed time."""
+"""Target side of a KV transfer: reserves at once, pulls each piece when ready, keeps what a broken one has brought.
+
+Where a prompt streams while it is prefilled, its first blocks are at the target long before the prefill ends. A source
+that is lost then takes the request with it, but not these: each is published under the key of its text once all its
+layers are here and its source has no more to write in it, and is reported ahead of the end, so that the next life of
+the request finds it (decision 0094). A pull that has not ended counts for nothing, as in ``outlive_source``.
+"""
 
 from __future__ import annotations
 
 from collections import deque
 from typing import Any
 
-from trinity.core.instance.phases import Phase
-from trinity.core.instance.request_state import IncomingTransfer, Piece, PullProgress, RequestState
-from trinity.core.instance.reservation import (
+from trinity.core.instance.lifecycle import (
     blocks_to_reserve,
     decode_headroom,
+    end,
     has_state_room,
     hold_state,
     recomputable,
 )
+from trinity.core.instance.loads import tell_cached
+from trinity.core.instance.phases import Phase
+from trinity.core.instance.request_state import IncomingTransfer, Piece, PullProgress, RequestState
 from trinity.core.instance.state import State
 from trinity.core.messages import KV, STATE, Failure, Offer, Pull, Pulled, Ready
 from trinity.core.transfers import PullTimes, merge_records, overlap_ratio
@@ -224,3 +232,18 @@ def publish_kv(s: State, state: RequestState, tokens: int) -> None:
     for index in range(state.published_blocks, min(tokens // s.settings.kv_block_size, len(keys))):
         s.kv.publish(state.block_table[index], keys[index])
         state.published_blocks = index + 1
+
+
+def end_transfer(s: State, state: RequestState, now: float, why: Failure) -> None:
+    """End a request whose transfer to here broke off, and report what of it is cached here ahead of that."""
+    keep_whole_blocks(s, state)
+    tell_cached(s, state)
+    end(s, state, now, "error", why)
+
+
+def keep_whole_blocks(s: State, state: RequestState) -> None:
+    """Publish the first blocks of an incoming prompt that are here as a whole, and are not written again."""
+    incoming = state.incoming
+    if incoming is None or incoming.released or incoming.progress is None:
+        return
+    publish_kv(s, state, incoming.progress.count_whole() * s.settings.kv_block_size)

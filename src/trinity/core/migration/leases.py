@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from math import inf
 
-from trinity.core.instance.company import nowhere, untaken
+from trinity.core.instance.front_ends import nowhere, untaken
 from trinity.core.instance.lifecycle import end
 from trinity.core.instance.phases import Phase
 from trinity.core.instance.request_state import FEATURES_GONE, PASSED, REFUSED, UNPULLED, UNTAKEN, Lease, RequestState
 from trinity.core.instance.state import State, failure
 from trinity.core.messages import Failure, Finished, Release, Withdraw
-from trinity.core.migration.lost_transfers import end_transfer
+from trinity.core.migration.kv_target import end_transfer
 from trinity.core.migration.moves import LATE, finish_copy, give_up
 from trinity.core.migration.prefix_fetch import give_up_prefixes
 from trinity.core.migration.remote_features import encode_after_all, forget_skipped, give_up_fetches

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 from math import inf
 
+from trinity.core.instance.lifecycle import decode_headroom
 from trinity.core.instance.peer_questions import PrefixFetch
 from trinity.core.instance.request_state import RequestState
-from trinity.core.instance.reservation import decode_headroom
 from trinity.core.instance.state import State
 from trinity.core.messages import KV, Fetch, Fetched, Pull, Pulled, Release
 from trinity.core.migration.source import name_offer

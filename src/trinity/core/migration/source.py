@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from trinity.core.instance.company import nowhere
+from trinity.core.instance.front_ends import nowhere
 from trinity.core.instance.helpers import take_answer
 from trinity.core.instance.lanes import StepInFlight
 from trinity.core.instance.lifecycle import end, hand_on, send_commit

@@ -9,8 +9,7 @@ from collections.abc import Callable
 
 from msgspec.structs import replace
 
-from trinity.core.instance.company import find_company
-from trinity.core.instance.front_ends import refuse_offer
+from trinity.core.instance.front_ends import find_company, refuse_offer
 from trinity.core.instance.lifecycle import conclude_if_quiet, end, queue_prefill, release
 from trinity.core.instance.phases import Phase
 from trinity.core.instance.preemption import hold_features
@@ -20,6 +19,7 @@ from trinity.core.instance.state import State
 from trinity.core.messages import KV, Caught, Commit, Offer, Open, Pulled, Ready, Release, Withdraw
 from trinity.core.migration.kv_target import (
     conclude_record,
+    end_transfer,
     finish_piece,
     is_kv_here,
     publish_kv,
@@ -27,7 +27,6 @@ from trinity.core.migration.kv_target import (
     queue_pieces,
     reserve_kv,
 )
-from trinity.core.migration.lost_transfers import end_transfer
 from trinity.core.migration.prefix_fetch import begin_fetch
 from trinity.core.migration.remote_features import (
     ask_holder,

@@ -12,7 +12,7 @@ import numpy as np
 
 from trinity.errors import RequestError
 from trinity.errors.arguments import KeywordsByName
-from trinity.preprocess.media.colours import WHITE, Transparency
+from trinity.preprocess.media.images import WHITE, Transparency
 from trinity.preprocess.media.media_costs import Price
 from trinity.preprocess.media_limits import MediaLimits, MediaProblem
 

@@ -22,7 +22,7 @@ import msgspec
 
 from trinity.errors import BadMedia, ConfigError, RequestError, describe_error
 from trinity.errors.plain_values import is_address
-from trinity.preprocess.media.colours import WHITE, Transparency
+from trinity.preprocess.media.images import WHITE, Transparency
 from trinity.preprocess.media_limits import MediaLimits
 from trinity.request import Media, Request
 

@@ -153,7 +153,7 @@ class AttentionBackend(Protocol):
 
 
 class SplitAttention(Protocol):
-    """``attend`` split in two, for a last layer of which few rows are sampled (``stages/kernels/last_layer.py``)."""
+    """``attend`` split in two, for a last layer with few sampled rows (``stages/kernels/decoder_layers.py``)."""
 
     def write(self, rows: PagedRows, cache: Tensor, key: Tensor, value: Tensor, layer: int) -> None:
         """Write this layer's keys and values, as ``attend`` does."""

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from trinity.memory.devices import lock_recording
+from trinity.stages.block_tables import upload
 from trinity.stages.gpu.graph_constants import GraphConstants, Unrecordable
-from trinity.stages.uploads import upload
 
 logger = logging.getLogger("trinity")
 Tensors = Sequence[Tensor]

@@ -25,8 +25,7 @@ from trinity.stages.block_tables import BlockTables
 from trinity.stages.gpu.cuda_graphs import GraphCache, Tensors
 from trinity.stages.gpu.decode_state import DecodeState
 from trinity.stages.models import LoadedModel
-from trinity.stages.open_request import DecodeSelection
-from trinity.stages.request_table import RequestTable
+from trinity.stages.request_table import DecodeSelection, RequestTable
 from trinity.stages.sampler import Drawn, draw, draw_greedy
 from trinity.stages.sampler_rows import BANS, LOOKS_BACK, SamplerKind
 

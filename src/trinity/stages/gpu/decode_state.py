@@ -15,9 +15,8 @@ from trinity.stages.async_steps import SPARE_SLOT, DeviceTokens
 from trinity.stages.attention.gpu.varlen import VarlenRows
 from trinity.stages.attention.interface import PagedRows
 from trinity.stages.batch import Decodes, select_tables
-from trinity.stages.block_tables import BlockTables
+from trinity.stages.block_tables import BlockTables, upload
 from trinity.stages.sampler_rows import SAMPLER, SamplerBatch, SamplerKind, as_columns, make_keys_there
-from trinity.stages.uploads import upload
 
 SLOT, PROMPT, PLACE, ROPE, LENGTH, ADVANCE = COLUMNS = range(6)
 _MOVED = slice(PLACE, ADVANCE)  # by one a step

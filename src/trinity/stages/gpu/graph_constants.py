@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-from trinity.stages.uploads import upload
+from trinity.stages.block_tables import upload
 
 _READING = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _INDEXING = {  # operators by name

@@ -25,10 +25,10 @@ from trinity.stages.async_steps import DeviceTokens
 from trinity.stages.attention.gpu.varlen import ChunkSlots, VarlenRows
 from trinity.stages.attention.interface import AttentionBackend, PagedRows
 from trinity.stages.batch import Chunk, Decodes, RaggedBatch, select_tables
+from trinity.stages.block_tables import upload
 from trinity.stages.gpu.cuda_graphs import GraphCache, Tensors
 from trinity.stages.gpu.decode_graphs import MOST_TABLE_BYTES
 from trinity.stages.models import LoadedModel
-from trinity.stages.uploads import upload
 
 logger = logging.getLogger("trinity")
 DECODE_COUNTS: tuple[int, ...] = (0, 8, 32, 64, 128)

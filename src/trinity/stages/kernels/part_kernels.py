@@ -6,8 +6,7 @@ from importlib.util import find_spec
 from typing import Any
 
 from trinity.stages.kernels.decoder_layers import fuse_decoder_layers
-from trinity.stages.kernels.encoder_elementwise import fuse_encoder_elementwise
-from trinity.stages.kernels.encoder_layers import fuse_encoder_layers
+from trinity.stages.kernels.encoder_layers import fuse_encoder_elementwise, fuse_encoder_layers
 from trinity.stages.kernels.fused_elementwise import fuse_elementwise
 from trinity.stages.kernels.gpu.fp8_linear import use_fp8_products
 from trinity.stages.kernels.linear import pack_weights, use_onednn

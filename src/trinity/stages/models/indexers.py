@@ -23,9 +23,8 @@ from trinity.errors import UnsupportedModel
 from trinity.stages.attention.fp8 import round_to, storage
 from trinity.stages.attention.interface import PagedBatch, PagedRows, find_batch, kv_layer
 from trinity.stages.attention.latent import find_index_width
-from trinity.stages.block_tables import BlockTables
+from trinity.stages.block_tables import BlockTables, upload
 from trinity.stages.models.picked_rows import flatten_rows, pick_rows, read_call
-from trinity.stages.uploads import upload
 
 SCORE_BYTES = 128 << 20  # of the scores, and of the keys, that one call of an indexer makes
 _MASK = "attention_mask"

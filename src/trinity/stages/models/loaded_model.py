@@ -19,12 +19,12 @@ from trinity.stages.attention.fp8 import FP8
 from trinity.stages.attention.interface import AttentionBackend, PagedBatch, StopAfterWrite, attending
 from trinity.stages.attention.kv_rows import KvRow
 from trinity.stages.batch import RaggedBatch
+from trinity.stages.block_tables import upload
 from trinity.stages.kernels.linear import count_packed_bytes
 from trinity.stages.models.base import MediaInputs, ModelAdapter
 from trinity.stages.models.quantizers import list_held_tensors
 from trinity.stages.models.states import StateLayout, StateStep, use_states
 from trinity.stages.models.whole_forward import run_model
-from trinity.stages.uploads import upload
 
 ENCODE_PIECE = 3 << 19  # pixel values that a CPU encodes together: four images of 336 x 336
 UNKNOWN_VALUE_BYTES = 256  # working memory of a pixel value, where a config does not tell: more than the largest known

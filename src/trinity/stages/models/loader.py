@@ -25,8 +25,8 @@ from trinity.stages.attention.kv_rows import KvRow
 from trinity.stages.attention.latent import watch_expansions
 from trinity.stages.attention.row_counts import answer_counts
 from trinity.stages.kernels.admission import is_known
+from trinity.stages.kernels.decoder_layers import drop_unused_layers, skip_unsampled_rows
 from trinity.stages.kernels.known_sources import LayerPart
-from trinity.stages.kernels.last_layer import drop_unused_layers, skip_unsampled_rows
 from trinity.stages.kernels.linear import is_packing_faster
 from trinity.stages.kernels.native_linear import is_native_faster
 from trinity.stages.kernels.part_kernels import use_kernels

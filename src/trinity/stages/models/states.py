@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 from trinity.errors import UnsupportedModel
 from trinity.stages.attention.interface import ChunkRows, PagedRows
+from trinity.stages.block_tables import upload
 from trinity.stages.models.held_rows import MOST_HELD, PromptTurn, check_inputs, run_prompt
 from trinity.stages.models.picked_rows import RowPick, flatten_rows, join_rows, pick_rows, read_call
-from trinity.stages.uploads import upload
 
 ALIGN_BYTES = 64  # of each state in a block
 _running = threading.local()  # parts are shared by instances, each on a thread of its own

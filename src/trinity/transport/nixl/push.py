@@ -19,8 +19,7 @@ import msgspec
 import numpy as np
 
 from trinity.errors import OfferRefused, PeerLost
-from trinity.memory.block_memory import BlockMemory
-from trinity.memory.byte_ranges import view_units
+from trinity.memory.block_memory import BlockMemory, view_units
 from trinity.memory.devices import make_device_buffer, use_copy_stream
 from trinity.memory.native import copy_blocks
 from trinity.transport.base import CopyPlan

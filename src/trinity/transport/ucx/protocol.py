@@ -14,8 +14,7 @@ import msgspec
 import numpy as np
 
 from trinity.errors import TransportUnavailable
-from trinity.memory.block_memory import BlockMemory
-from trinity.memory.byte_ranges import view_units
+from trinity.memory.block_memory import BlockMemory, view_units
 from trinity.memory.devices import make_device_buffer, use_copy_stream
 from trinity.transport.base import CopyPlan
 from trinity.transport.ucx_environment import set_ucx_defaults

@@ -33,13 +33,12 @@ from trinity.stages.attention.gpu.triton import TritonAttention
 from trinity.stages.attention.interface import ChunkRows, PagedBatch, PagedRows, StopAfterWrite
 from trinity.stages.attention.layer_progress import LayerProgressAttention
 from trinity.stages.attention.torch_reference import TorchAttention
-from trinity.stages.kernels.decoder_layers import DecoderAttentionProbe, FusedDecoderLayer
+from trinity.stages.kernels.decoder_layers import DecoderAttentionProbe, FusedDecoderLayer, skip_unsampled_rows
 from trinity.stages.kernels.gpu import device_elementwise
 from trinity.stages.kernels.gpu import device_layers as module
 from trinity.stages.kernels.gpu.device_elementwise import GateActivation
 from trinity.stages.kernels.gpu.device_layers import find_activation, fuse_device_layers
 from trinity.stages.kernels.known_sources import LayerPart
-from trinity.stages.kernels.last_layer import skip_unsampled_rows
 from trinity.stages.kernels.probes import make_empty_rows, make_noise
 from trinity.stages.kernels.swaps import without_swaps
 from trinity.stages.models import loader

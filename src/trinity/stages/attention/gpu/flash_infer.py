@@ -22,7 +22,7 @@ from torch import Tensor
 
 from trinity.stages.attention.gpu.library import LibraryAttention
 from trinity.stages.attention.interface import AttentionParams, PagedRows
-from trinity.stages.uploads import upload
+from trinity.stages.block_tables import upload
 
 WORKSPACE_BYTES = 128 << 20  # as FlashInfer's documentation advises; all wrappers share it
 PLAN_TURNS = 3  # wrappers of one kind of layer: two steps in flight, and the one that is planned

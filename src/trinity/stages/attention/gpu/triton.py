@@ -13,7 +13,7 @@ from torch import Tensor
 from trinity.stages.attention.gpu import triton_kernels as kernels
 from trinity.stages.attention.gpu.varlen import ChunkSlots, VarlenRows, make_varlen_rows
 from trinity.stages.attention.interface import AttentionParams, PagedRows
-from trinity.stages.uploads import upload
+from trinity.stages.block_tables import upload
 
 KEYS_PER_STEP = 64  # keys that a program loads at once
 DECODE_ROWS, CHUNK_ROWS = 16, 128  # packed rows of a tile; tensor cores take at least 16

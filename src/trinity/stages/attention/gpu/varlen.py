@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from trinity.stages.attention.interface import PagedRows
-from trinity.stages.block_tables import BlockTables
-from trinity.stages.uploads import upload
+from trinity.stages.block_tables import BlockTables, upload
 
 
 @dataclass(frozen=True, slots=True)

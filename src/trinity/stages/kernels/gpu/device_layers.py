@@ -33,6 +33,7 @@ from trinity.stages.kernels.decoder_layers import (
     FusedDecoderLayer,
     RotaryAngles,
     Tolerances,
+    TwoPassLayer,
     list_products,
     swap_layers,
 )
@@ -50,7 +51,6 @@ from trinity.stages.kernels.gpu.device_elementwise import (
 )
 from trinity.stages.kernels.gpu.fp8_linear import Fp8Linear, Fp8Product, can_merge
 from trinity.stages.kernels.known_sources import KNOWN_SOURCES, NORMS_ROUNDED_ONCE, LayerPart
-from trinity.stages.kernels.last_layer import TwoPassLayer
 from trinity.stages.kernels.probes import is_close, make_scaled_rows
 from trinity.stages.kernels.swaps import Hooks, collect_hooks, find_own_class, has_hooks
 
