@@ -24,7 +24,7 @@ from trinity.emulation.model import EmulatedRequest
 from trinity.errors import RequestError
 from trinity.pipeline import Pipeline
 from trinity.preprocess.processor import RequestProcessor
-from trinity.preprocess.text.content_parts import take_media
+from trinity.preprocess.text.prompt import take_media
 from trinity.remote.channel.wire import decode, encode
 from trinity.request import Media, Request, Sampling, check_request
 

@@ -13,14 +13,14 @@ from support.thinned import thinned
 from support.tight_pools import flood
 from support.virtual.cluster import Durations, VirtualCluster, make_settings
 from trinity.core.frontend import FrontendCore
-from trinity.core.instance import admission, instance_core, lifecycle, steps
+from trinity.core.instance import admission, instance_core, lifecycle, peers, steps
 from trinity.core.instance import state as core_state
 from trinity.core.instance.lanes import DecodeBatch, count_in_flight
 from trinity.core.instance.phases import Phase
 from trinity.core.instance.request_state import RequestState
 from trinity.core.instance.state import State
 from trinity.core.messages import Cancel, Commit, Forget, Offer, Send, Value
-from trinity.core.migration import kv_target, leases, source, target
+from trinity.core.migration import kv_target, source, target
 from trinity.core.migration import source as kv_source
 from trinity.core.prefix_cache import prefix_keys
 from trinity.core.scheduler import BatchRules
@@ -37,7 +37,7 @@ def broken(patch: Patch) -> Patch:
 
 def everywhere(monkeypatch: pytest.MonkeyPatch, name: str, new: Any) -> None:
     """Replace a function of the core in every module that has imported it."""
-    for module in (admission, instance_core, kv_source, kv_target, leases, lifecycle, source, steps, target):
+    for module in (admission, instance_core, kv_source, kv_target, peers, lifecycle, source, steps, target):
         if hasattr(module, name):
             monkeypatch.setattr(module, name, new)
 
@@ -196,7 +196,7 @@ def a_silent_target_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     def quiet(result: Any, s: State, lease: Any, now: float) -> None:
         s.out = [each for each in s.out if not isinstance(each, Send)]
 
-    around(monkeypatch, leases, "_expired", quiet)
+    around(monkeypatch, peers, "_expired", quiet)
 
 
 @broken

@@ -25,7 +25,7 @@ from trinity.core.instance import admission, front_ends, instance_core, peers
 from trinity.core.instance.lanes import DecodeBatch
 from trinity.core.instance.state import State
 from trinity.core.messages import FRONTEND, Release, Send, Submit, Value
-from trinity.core.migration import leases, target
+from trinity.core.migration import target
 from trinity.core.values import FrontendUp, LifeNames, name_life
 
 POLICY = FailurePolicy(recoveries=20, wait_s=10.0)
@@ -194,7 +194,7 @@ def unreleased(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def unreported(monkeypatch: pytest.MonkeyPatch) -> None:
     """The source of an offer that was refused does not tell its owner."""
-    monkeypatch.setattr(leases, "_report_untaken", lambda s, lease, state, now: None)
+    monkeypatch.setattr(peers, "_report_untaken", lambda s, lease, state, now: None)
 
 
 def unforgetting(monkeypatch: pytest.MonkeyPatch) -> None:

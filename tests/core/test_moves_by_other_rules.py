@@ -21,7 +21,7 @@ from trinity.core.instance.phases import Phase
 from trinity.core.instance.request_state import REFUSED, Lease, RequestState
 from trinity.core.instance.state import State
 from trinity.core.messages import Commit, Moved, NotMoved, Offer, Ready, Release, Value, Withdraw
-from trinity.core.migration import kv_target, leases, moves, source, target
+from trinity.core.migration import kv_target, moves, source, target
 
 Patch = pytest.MonkeyPatch
 Broken = Callable[[Patch], None]
@@ -114,7 +114,7 @@ def a_source_that_goes_on_and_hands_it_over(patch: Patch) -> None:
             s.send(to, Commit(offer or "", tuple(state.tokens)))
 
     plainly = moves.give_up
-    for module in (moves, leases, peers):
+    for module in (moves, peers):
         patch.setattr(module, "give_up", give_up)
 
 
@@ -135,10 +135,10 @@ def a_source_that_offers_a_block_too_few(patch: Patch) -> None:
 def a_refusal_behind_the_commit_of_which_nobody_hears(patch: Patch) -> None:
     def released(s: State, event: Release, now: float) -> None:
         late = event.outcome not in (REFUSED, "unpulled") or s.outgoing[event.id].request in s.requests
-        leases.handle_release(s, event if late else replace(event, outcome="failed"), now)
+        peers.handle_release(s, event if late else replace(event, outcome="failed"), now)
 
     def safely(s: State, event: Release, now: float) -> None:
-        released(s, event, now) if event.id in s.outgoing else leases.handle_release(s, event, now)
+        released(s, event, now) if event.id in s.outgoing else peers.handle_release(s, event, now)
 
     handles(patch, Release, safely)
 
@@ -169,7 +169,7 @@ def frontend_answer(lives: dict[str, FrontendRequest], event: NotMoved) -> list[
 
 @broken
 def a_lease_that_is_withdrawn_and_not_taken_back(patch: Patch) -> None:
-    patch.setattr(leases, "take_back", lambda s, lease: None)
+    patch.setattr(peers, "take_back", lambda s, lease: None)
 
 
 @broken
@@ -217,8 +217,7 @@ def a_copy_whose_blocks_are_not_leased(patch: Patch) -> None:
 
 @broken
 def a_source_that_waits_for_a_copy_that_nobody_has(patch: Patch) -> None:
-    for module in (leases, peers):
-        patch.setattr(module, "finish_copy", lambda s, lease, now, outcome: None)
+    patch.setattr(peers, "finish_copy", lambda s, lease, now, outcome: None)
 
 
 @broken
@@ -229,7 +228,7 @@ def a_source_that_moves_a_request_which_is_recomputed(patch: Patch) -> None:
             source.drop_copy(state)
             s.move(state, Phase.MOVING, now)
 
-    patch.setattr(leases, "finish_copy", finish)
+    patch.setattr(peers, "finish_copy", finish)
 
 
 SCENES = (commit_on_its_way, target_dies, target_stands_still)

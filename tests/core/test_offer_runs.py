@@ -21,7 +21,7 @@ from support.virtual.cluster import Durations, VirtualCluster, make_settings
 from support.waiting_decodes import Waiting
 from trinity.core.failure_policy import NO_RECOVERY
 from trinity.core.frontend import Abort
-from trinity.core.instance import instance_core, siblings
+from trinity.core.instance import instance_core, peers, siblings
 from trinity.core.instance import siblings as spare_offers
 from trinity.core.instance.lifecycle import release
 from trinity.core.instance.peer_questions import Siblings, SiblingWords
@@ -29,7 +29,7 @@ from trinity.core.instance.phases import Phase
 from trinity.core.instance.request_state import PASSED, Lease, RequestState
 from trinity.core.instance.state import State
 from trinity.core.messages import IMAGE, KV, Offer, Release, Send, Spare, Submit, Value
-from trinity.core.migration import leases, second_offers
+from trinity.core.migration import second_offers
 from trinity.core.scheduler import BatchRules
 from trinity.core.transfers import TransferPolicy
 
@@ -306,12 +306,12 @@ def to_and_fro(patch: Patch) -> None:
 def silent_source(patch: Patch) -> None:
     """A source that has nothing to offer says nothing."""
     patch.setattr(second_offers, "turn_down", lambda s, passed: None)
-    patch.setattr(leases, "turn_down", lambda s, passed: None)
+    patch.setattr(peers, "turn_down", lambda s, passed: None)
 
 
 def dropped(patch: Patch) -> None:
     """A source drops what its target has passed."""
-    patch.setattr(leases, "offer_elsewhere", lambda s, lease, event, now: True)
+    patch.setattr(peers, "offer_elsewhere", lambda s, lease, event, now: True)
 
 
 def unmarked(patch: Patch) -> None:

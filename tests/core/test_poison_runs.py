@@ -18,8 +18,8 @@ from support.reader_checks import TYPED, check_readers
 from support.thinned import thinned
 from trinity.core.failure_policy import FailurePolicy
 from trinity.core.frontend import FrontendCore
+from trinity.core.frontend.dispatch import Isolation
 from trinity.core.frontend.frontend_request import FrontendRequest
-from trinity.core.frontend.isolation import Isolation
 from trinity.core.frontend.suspicion import Life, Suspicion
 from trinity.core.instance import admission
 from trinity.core.messages import Send

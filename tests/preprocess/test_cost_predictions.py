@@ -24,13 +24,12 @@ from support import costly_media as made
 from support.checkpoint_files import checkpoint
 from support.costly_media import encode, photograph
 from support.video_files import VIDEO_CODECS, encode_video
-from trinity.preprocess.media import media_costs
+from trinity.preprocess import media_limits
 from trinity.preprocess.media.audio import price_sound, read_audio
 from trinity.preprocess.media.clips import Clip
 from trinity.preprocess.media.images import price_picture, read_image
-from trinity.preprocess.media.media_costs import Price
 from trinity.preprocess.media.video_kind import VideoReader
-from trinity.preprocess.media_limits import MediaBudget, MediaLimits
+from trinity.preprocess.media_limits import MediaBudget, MediaLimits, Price
 from trinity.preprocess.processor import RequestProcessor
 
 LIMITS = MediaLimits(max_media_cpu_s=1e6, max_media_bytes=1 << 40, max_pixels=1 << 30, max_processed_bytes=1 << 40)
@@ -223,7 +222,7 @@ def check_sample(sample: Sample) -> None:
     sample.read(sample.data)  # loads what is loaded once
     peak = _peak_bytes(sample.read, sample.data)
     for _ in range(TRIES):
-        reference.append(media_costs.time_reference())
+        reference.append(media_limits.time_reference())
         began = time.process_time()
         sample.read(sample.data)
         cpu.append(time.process_time() - began)

@@ -16,9 +16,8 @@ from support.costly_media import encode, photograph, wav
 from support.video_files import encode_video
 from trinity.preprocess.media.audio import price_sound
 from trinity.preprocess.media.images import price_picture
-from trinity.preprocess.media.media_costs import Price, price_processing, sum_prices, unit_s
 from trinity.preprocess.media.video_prices import find_frames, price_frames
-from trinity.preprocess.media_limits import MediaLimits
+from trinity.preprocess.media_limits import MediaLimits, Price, price_processing, sum_prices, unit_s
 
 LIMITS = MediaLimits()
 PROCESSED = 12_845_056  # pixels that Qwen2-VL's published processor makes of a large image

@@ -18,8 +18,8 @@ from trinity.preprocess.checkpoint import video_processors
 from trinity.preprocess.checkpoint.processor_parts import load_media_parts
 from trinity.preprocess.checkpoint.torch_pixels import pad, pil_to_tensor
 from trinity.preprocess.checkpoint.video_processors import find_images
+from trinity.preprocess.media.image_calls import ImageTooLarge, guard_resizes
 from trinity.preprocess.media.image_kind import make_channels_contiguous
-from trinity.preprocess.media.image_sizes import ImageTooLarge, guard_resizes
 
 NAMES = ("Cohere2VisionImageProcessor", "Llama4ImageProcessor", "Lfm2VlImageProcessor", "MiniMaxM3VLImageProcessor")
 

@@ -21,11 +21,9 @@ from PIL import Image
 
 from support.checkpoint_files import checkpoint
 from trinity.errors import BadMedia, RequestError
-from trinity.preprocess import worker
-from trinity.preprocess.media import media_costs
+from trinity.preprocess import media_limits, worker
 from trinity.preprocess.media.clips import Clip
-from trinity.preprocess.media.media_costs import MediaCost
-from trinity.preprocess.media_limits import MediaLimits
+from trinity.preprocess.media_limits import MediaCost, MediaLimits
 from trinity.preprocess.processor import RequestProcessor
 from trinity.preprocess.worker_processes import KillableProcessor, WorkerProcess
 from trinity.request import Media, Request
@@ -348,9 +346,9 @@ async def test_a_process_need_not_time_the_reference_itself(monkeypatch: pytest.
     """At 24e21f4e each new process did so at its first picture, for 0.1 s, and found another time than others."""
 
     def price(*_: object, **__: object) -> MediaCost:
-        raise OwnError(f"timed {len(media_costs._timed)} times")
+        raise OwnError(f"timed {len(media_limits._timed)} times")
 
-    monkeypatch.setattr(media_costs, "_timed", [])
+    monkeypatch.setattr(media_limits, "_timed", [])
     monkeypatch.setattr(RequestProcessor, "_sum_cost", price)
     async with killable(checkpoint("llava")) as made:
         with pytest.raises(RequestError, match="timed 1 times"):  # and an error's class that is not ours

@@ -22,7 +22,6 @@ from trinity.preprocess.loader import ProcessorOptions, load_tokenizer_and_proce
 from trinity.preprocess.media.audio_kind import mark_beside
 from trinity.preprocess.media.frame_groups import cut_videos
 from trinity.preprocess.media.image_kind import FrontReader
-from trinity.preprocess.media.media_costs import MediaCost, Price, check_price, sum_prices
 from trinity.preprocess.media.media_kinds import (
     MediaItem,
     PricedReader,
@@ -32,7 +31,16 @@ from trinity.preprocess.media.media_kinds import (
     list_kinds,
 )
 from trinity.preprocess.media.strips import cut_items
-from trinity.preprocess.media_limits import MediaBudget, MediaProblem, TooManyTokens, explain_length
+from trinity.preprocess.media_limits import (
+    MediaBudget,
+    MediaCost,
+    MediaProblem,
+    Price,
+    TooManyTokens,
+    check_price,
+    explain_length,
+    sum_prices,
+)
 from trinity.preprocess.preparation_lanes import (
     MOST_PREPARED_BYTES,
     LaneVisit,
@@ -41,7 +49,6 @@ from trinity.preprocess.preparation_lanes import (
     run_beside_loop,
     takes_long,
 )
-from trinity.preprocess.text.content_parts import take_media
 from trinity.preprocess.text.generation_config import (
     GenerationDefaults,
     SamplingDoor,
@@ -49,7 +56,14 @@ from trinity.preprocess.text.generation_config import (
     load_generation_defaults,
     resolve_sampling,
 )
-from trinity.preprocess.text.prompt import PromptReader, PromptText, PromptTokenizer, name_media, order_media
+from trinity.preprocess.text.prompt import (
+    PromptReader,
+    PromptText,
+    PromptTokenizer,
+    name_media,
+    order_media,
+    take_media,
+)
 from trinity.preprocess.text.prompt_problem import PromptProblem
 from trinity.request import Media, Request, Sampling, check_request
 

@@ -35,9 +35,8 @@ from trinity.errors import ConfigError, RequestError, describe_error
 from trinity.errors.parent_process import has_holder_ended, name_process
 from trinity.preprocess.checkpoint import model_types
 from trinity.preprocess.checkpoint.own_processor import pack_processor
-from trinity.preprocess.media.media_costs import MediaCost, unit_s
 from trinity.preprocess.media.media_markup import IMAGE_TEXT, ImageText
-from trinity.preprocess.media_limits import MediaLimits
+from trinity.preprocess.media_limits import MediaCost, MediaLimits, unit_s
 from trinity.preprocess.processor import ProcessedRequest, ProcessorConfig, RequestProcessor
 from trinity.request import Request
 

@@ -15,7 +15,7 @@ import msgspec
 
 from trinity.errors import RequestError
 from trinity.pipeline import Pipeline
-from trinity.preprocess.text.content_parts import take_media
+from trinity.preprocess.text.prompt import take_media
 from trinity.preprocess.text.prompt_problem import PromptProblem
 from trinity.request import Request
 from trinity.server.error_table import ApiError

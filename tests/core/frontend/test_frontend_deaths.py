@@ -20,8 +20,8 @@ from support.core_tables import brief, peer_up, sent, work
 from support.recovering import emit, end_of, recovering, told
 from trinity.core.failure_policy import FailurePolicy
 from trinity.core.frontend import Abort, FrontendCore, suspicion
+from trinity.core.frontend.dispatch import Isolation
 from trinity.core.frontend.frontend_request import FrontendRequest
-from trinity.core.frontend.isolation import Isolation
 from trinity.core.frontend.poison_detection import PoisonDetector
 from trinity.core.frontend.suspicion import Life, Suspicion
 from trinity.core.messages import (

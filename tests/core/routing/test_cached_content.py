@@ -8,9 +8,9 @@ from support.core_tables import holding, peer_up, work
 from trinity.core import prefix_cache
 from trinity.core.messages import IMAGE, KV, PeerLoad
 from trinity.core.prefix_cache import DIGEST, each_prefix_key, prefix_keys
-from trinity.core.routing import cached_content
-from trinity.core.routing.cached_content import CachedContent
+from trinity.core.routing import stage_peers
 from trinity.core.routing.router import PrefixHits, Router
+from trinity.core.routing.stage_peers import CachedContent
 
 KEYS = [bytes([number]) * 16 for number in range(6)]
 
@@ -75,7 +75,7 @@ def test_keys_are_made_once_for_all_instances_and_no_further_than_somebody_has_t
             made.append(key)
             yield key
 
-    monkeypatch.setattr(cached_content, "each_prefix_key", count)
+    monkeypatch.setattr(stage_peers, "each_prefix_key", count)
     assert router.choose("P", asked) == "PD0"
     assert made == prefix_keys(asked.prompt, (), 4)[:4], "three that all have, and the first that nobody has"
 

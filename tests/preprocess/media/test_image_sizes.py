@@ -19,11 +19,10 @@ from support.checkpoint_files import checkpoint
 from support.image_reader import image_reader
 from support.recordings import MULTIMODAL
 from trinity.errors import BadMedia, RequestTooLarge
-from trinity.preprocess.media import image_sizes
+from trinity.preprocess.media import image_calls
+from trinity.preprocess.media.image_calls import ImageTooLarge, count_bytes, guard_resizes, predict_pixels, resized
 from trinity.preprocess.media.image_kind import ImageReader
-from trinity.preprocess.media.image_sizes import ImageTooLarge, count_bytes, guard_resizes, predict_pixels, resized
-from trinity.preprocess.media.media_costs import unit_s
-from trinity.preprocess.media_limits import Estimate, MediaBudget, MediaLimits, MediaProblem, TooManyTokens
+from trinity.preprocess.media_limits import Estimate, MediaBudget, MediaLimits, MediaProblem, TooManyTokens, unit_s
 from trinity.preprocess.processor import RequestProcessor
 from trinity.request import Media, Request
 
@@ -259,7 +258,7 @@ def test_every_resize_passes_the_guard_whatever_the_processor(name: str) -> None
 
 
 def test_an_unknown_processor_is_stopped_where_it_goes_too_far(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(image_sizes, "_is_plain", lambda _: False)
+    monkeypatch.setattr(image_calls, "_is_plain", lambda _: False)
     processor = RequestProcessor(checkpoint("llava"), limits=MediaLimits(max_processed_pixels=1_000_000))
     assert image_reader(processor).estimate(10_000, 1).pixels == 0
     with pytest.raises(BadMedia, match=r"has 10000 x 1 pixels.*ImageTooLarge"):

@@ -40,11 +40,10 @@ from trinity.errors import BadMedia, RequestTooLarge
 from trinity.preprocess.media import images as media
 from trinity.preprocess.media.image_prices import ImagePrice, price_image
 from trinity.preprocess.media.images import price_picture, read_image
-from trinity.preprocess.media.media_costs import MediaCost, Price, unit_s
 from trinity.preprocess.media.sound_headers import read_sound
 from trinity.preprocess.media.video_files import read_video
 from trinity.preprocess.media.video_prices import find_frames
-from trinity.preprocess.media_limits import MediaLimits, MediaProblem
+from trinity.preprocess.media_limits import MediaCost, MediaLimits, MediaProblem, Price, unit_s
 from trinity.preprocess.processor import RequestProcessor
 from trinity.request import Media, Request
 

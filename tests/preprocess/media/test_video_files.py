@@ -35,10 +35,9 @@ from support.video_files import (
 )
 from trinity.errors import BadMedia
 from trinity.preprocess.media import video_files
-from trinity.preprocess.media.media_costs import Price, unit_s
 from trinity.preprocess.media.video_files import read_video
 from trinity.preprocess.media.video_prices import CodedFrames, find_frames, price_frames
-from trinity.preprocess.media_limits import MediaLimits, MediaProblem
+from trinity.preprocess.media_limits import MediaLimits, MediaProblem, Price, unit_s
 from trinity.preprocess.processor import RequestProcessor
 from trinity.request import Media, Request
 

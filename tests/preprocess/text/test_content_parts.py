@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from PIL import Image
 
-from trinity.preprocess.text.content_parts import take_media
+from trinity.preprocess.text.prompt import take_media
 from trinity.preprocess.text.prompt_problem import PromptProblem
 from trinity.request import Media, Request, check_request
 

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from trinity.core.failure_policy import FailurePolicy
 from trinity.core.frontend.decode_moves import DecodeMoves, drop_move, note_moved, refuse_move
-from trinity.core.frontend.dispatch import Dispatch, find_malformed, find_overload
+from trinity.core.frontend.dispatch import Dispatch, Isolation, find_malformed, find_overload
 from trinity.core.frontend.frontend_request import (
     FrontendRequest,
     after_losses,
@@ -36,7 +36,6 @@ from trinity.core.frontend.frontend_request import (
     refuse_unfit,
     whom_to_cancel,
 )
-from trinity.core.frontend.isolation import Isolation
 from trinity.core.frontend.messages import Abort, Adopt, Deliver, End, MoveRequest, Prepared
 from trinity.core.frontend.poison_detection import PoisonDetector
 from trinity.core.frontend.suspicion import NEWS_S, Life

@@ -25,7 +25,14 @@ from trinity.core.instance.helpers import forget_fetch
 from trinity.core.instance.lanes import StepInFlight
 from trinity.core.instance.lifecycle import conclude_if_quiet, end, handle_cancel, handle_forget
 from trinity.core.instance.loads import report
-from trinity.core.instance.peers import handle_peer_avoided, handle_peer_load, handle_peer_lost, handle_peer_up
+from trinity.core.instance.peers import (
+    check_leases,
+    handle_peer_avoided,
+    handle_peer_load,
+    handle_peer_lost,
+    handle_peer_up,
+    handle_release,
+)
 from trinity.core.instance.request_state import RequestState
 from trinity.core.instance.siblings import handle_spare, share_work
 from trinity.core.instance.state import Settings, State, failure
@@ -64,7 +71,6 @@ from trinity.core.messages import (
     Withdraw,
 )
 from trinity.core.migration import prefix_fetch, remote_features, target
-from trinity.core.migration.leases import check_leases, handle_release
 from trinity.core.migration.moves import handle_caught, handle_move, offer_moves
 from trinity.core.migration.remote_features import handle_fetch
 from trinity.core.migration.source import handle_helped, handle_layers_written

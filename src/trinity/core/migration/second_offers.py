@@ -5,7 +5,7 @@ that of a prefill instance no encoding: the request goes on in the same life. It
 (``Moved``), where it would else say that it is gone (``Gone``), and the front end waits for the one or the other.
 
 After a loss once, and in the first life of a request: it may be what its targets die of, and the front end is to see
-that (``trinity.core.frontend.isolation``). For want of room once as well: that target has named a sibling, which has
+that (``trinity.core.frontend.dispatch``). For want of room once as well: that target has named a sibling, which has
 some.
 """
 

@@ -22,8 +22,7 @@ from types import MappingProxyType
 from typing import Protocol, cast
 
 from trinity.core.messages import MediaSpan, PeerLeaving, PeerLoad, PeerRemoved, PeerReserved, PeerSuspect, PeerUp, Work
-from trinity.core.routing.cached_content import ReportedContent
-from trinity.core.routing.stage_peers import LoadOrder, Slots, StagePeers, fitting, units_of
+from trinity.core.routing.stage_peers import LoadOrder, ReportedContent, Slots, StagePeers, fitting, units_of
 from trinity.errors import describe_error
 from trinity.errors.arguments import Whole
 from trinity.plugins import load_plugin

@@ -21,9 +21,8 @@ import numpy as np
 from trinity.errors import describe_error, pip_install
 from trinity.errors.plain_values import is_address
 from trinity.preprocess.fetch.media_sources import check_bytes, read_data_uri, read_file
-from trinity.preprocess.media.media_costs import Price
 from trinity.preprocess.media.sound_headers import Sound, read_sound
-from trinity.preprocess.media_limits import MediaLimits, MediaProblem, TooManyTokens
+from trinity.preprocess.media_limits import MediaLimits, MediaProblem, Price, TooManyTokens
 
 BYTES_LIMIT = "max_audio_bytes"
 LEAST_RATE = 1000  # samples per second; below there is no sound, and a clip would grow as it is resampled

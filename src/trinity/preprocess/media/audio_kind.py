@@ -23,9 +23,8 @@ from trinity.preprocess.checkpoint.own_processor import name_class
 from trinity.preprocess.media.audio import BYTES_LIMIT, audio_digest, make_plain_audio, price_sound, read_audio
 from trinity.preprocess.media.image_calls import TEXT_KEYS
 from trinity.preprocess.media.image_kind import reserved_tokens
-from trinity.preprocess.media.media_costs import Price
 from trinity.preprocess.media.media_kinds import LoadedProcessor, MediaItem, MediaKind, ModelFiles, Placeholder
-from trinity.preprocess.media_limits import Estimate, MediaBudget, MediaLimits, MediaProblem
+from trinity.preprocess.media_limits import Estimate, MediaBudget, MediaLimits, MediaProblem, Price
 
 _MASKS = ("feature_attention_mask", "input_features_mask")  # of mel frames, by which positions are computed
 _PROBE_S = 0.5  # seconds of the clips that tell if company matters

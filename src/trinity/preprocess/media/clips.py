@@ -13,8 +13,7 @@ import numpy as np
 from trinity.errors import RequestError
 from trinity.errors.arguments import KeywordsByName
 from trinity.preprocess.media.images import WHITE, Transparency
-from trinity.preprocess.media.media_costs import Price
-from trinity.preprocess.media_limits import MediaLimits, MediaProblem
+from trinity.preprocess.media_limits import MediaLimits, MediaProblem, Price
 
 _GIVEN = (
     "give an array [frames, height, width, 3] of bytes, a list of images of one size, or trinity.Clip(frames, fps=)"

@@ -23,8 +23,15 @@ from trinity.errors import BadMedia, ConfigError, UnsupportedModel
 from trinity.preprocess.checkpoint.model_types import explain_how_to_add
 from trinity.preprocess.checkpoint.own_processor import name_class
 from trinity.preprocess.fetch.url_fetch import UrlFetcher
-from trinity.preprocess.media.image_calls import TEXT_KEYS, ImageCalls, Made, Seams
-from trinity.preprocess.media.image_sizes import count_bytes, guard_resizes, predict_pixels
+from trinity.preprocess.media.image_calls import (
+    TEXT_KEYS,
+    ImageCalls,
+    Made,
+    Seams,
+    count_bytes,
+    guard_resizes,
+    predict_pixels,
+)
 from trinity.preprocess.media.images import (
     WHITE,
     Transparency,
@@ -34,10 +41,17 @@ from trinity.preprocess.media.images import (
     read_image,
     size_of,
 )
-from trinity.preprocess.media.media_costs import Price, price_processing
 from trinity.preprocess.media.media_kinds import LoadedProcessor, MediaItem, MediaKind, ModelFiles, Placeholder
 from trinity.preprocess.media.media_markup import IMAGE_TEXT, ImageText
-from trinity.preprocess.media_limits import Estimate, MediaBudget, MediaLimits, MediaProblem, check_pixels
+from trinity.preprocess.media_limits import (
+    Estimate,
+    MediaBudget,
+    MediaLimits,
+    MediaProblem,
+    Price,
+    check_pixels,
+    price_processing,
+)
 from trinity.request import Media
 
 if TYPE_CHECKING:

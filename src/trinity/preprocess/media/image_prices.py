@@ -22,8 +22,7 @@ import numpy as np
 
 from trinity.preprocess.media.boxes import Box, find_box, read_av1, walk_boxes
 from trinity.preprocess.media.file_parts import UNREADABLE, Parts
-from trinity.preprocess.media.media_costs import Price
-from trinity.preprocess.media_limits import MediaProblem
+from trinity.preprocess.media_limits import MediaProblem, Price
 
 if TYPE_CHECKING:
     from PIL import Image

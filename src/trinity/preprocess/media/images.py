@@ -20,8 +20,7 @@ from trinity.errors import describe_error
 from trinity.errors.plain_values import is_address
 from trinity.preprocess.fetch.media_sources import check_bytes, read_data_uri, read_file
 from trinity.preprocess.media.image_prices import ImagePrice, opens_as, price_image, price_object, price_pixels
-from trinity.preprocess.media.media_costs import Price, check_price
-from trinity.preprocess.media_limits import MediaLimits, MediaProblem, TooManyTokens
+from trinity.preprocess.media_limits import MediaLimits, MediaProblem, Price, TooManyTokens, check_price
 
 if TYPE_CHECKING:
     from PIL import Image

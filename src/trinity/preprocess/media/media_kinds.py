@@ -27,8 +27,7 @@ from trinity.preprocess.media_limits import MediaLimits
 from trinity.request import Media, Request
 
 if TYPE_CHECKING:
-    from trinity.preprocess.media.media_costs import Price
-    from trinity.preprocess.media_limits import MediaBudget, MediaLimits
+    from trinity.preprocess.media_limits import MediaBudget, MediaLimits, Price
 
 
 KIND_ENTRY_POINTS = "trinity.media_kinds"

@@ -21,9 +21,8 @@ from trinity.errors.plain_values import is_address
 from trinity.preprocess.fetch.media_sources import check_bytes, read_data_uri, read_file
 from trinity.preprocess.media.boxes import read_av1
 from trinity.preprocess.media.clips import Frames, check_size
-from trinity.preprocess.media.media_costs import check_price
 from trinity.preprocess.media.video_prices import CODECS, CodedFrames, count_packets, find_frames, price_frames
-from trinity.preprocess.media_limits import MediaLimits, MediaProblem
+from trinity.preprocess.media_limits import MediaLimits, MediaProblem, check_price
 
 _AV1, _UNITS = ("av1", "libdav1d"), 4  # names of the codec, and units of a packet
 _BYTES = "max_video_bytes"

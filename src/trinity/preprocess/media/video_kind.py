@@ -15,12 +15,11 @@ from trinity.errors.plain_values import is_address
 from trinity.preprocess.checkpoint.video_processors import NoVideo, backend_name
 from trinity.preprocess.media.clips import Frames, check_size, plain_clip, price_clip, read_frames
 from trinity.preprocess.media.image_kind import reserved_tokens
-from trinity.preprocess.media.media_costs import RESIZE_NS, Price
 from trinity.preprocess.media.media_kinds import LoadedProcessor, MediaItem, MediaKind, ModelFiles, Placeholder
 from trinity.preprocess.media.media_markup import VIDEO_TEXT
 from trinity.preprocess.media.video_files import find_coded, read_file_bytes, read_video
 from trinity.preprocess.media.video_prices import price_frames
-from trinity.preprocess.media_limits import Estimate, MediaBudget, MediaLimits, MediaProblem
+from trinity.preprocess.media_limits import RESIZE_NS, Estimate, MediaBudget, MediaLimits, MediaProblem, Price
 
 if TYPE_CHECKING:
     from trinity.preprocess.media.shapes_alone import LargestArray

@@ -16,9 +16,8 @@ import numpy as np
 
 from trinity.preprocess.media.boxes import Box, find_box, walk_boxes
 from trinity.preprocess.media.file_parts import UNREADABLE, Parts
-from trinity.preprocess.media.media_costs import Price
 from trinity.preprocess.media.video_tags import check_tags, count_comments, read_element
-from trinity.preprocess.media_limits import MediaProblem
+from trinity.preprocess.media_limits import MediaProblem, Price
 
 _CODECS: dict[str, tuple[float, float]] = {  # by FFmpeg's name: nanoseconds a pixel of a frame, and a coded byte
     "av1": (3.5, 70.0),
