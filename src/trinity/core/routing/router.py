@@ -1,6 +1,6 @@
 """Routing: chooses the next instance of a request, which stays where its next stage is (TriInfer 4.3).
 
-Where instances are on several hosts it stays on its own as far as that is fair (``trinity.core.routing.near_hosts``).
+Where instances are on several hosts it stays on its own as far as that is fair (``HostTurns``).
 
 Policies by name: ``round_robin``, ``random``, ``least_loaded`` and ``prefix_hits`` (EPD-Serve 3.4) and ``two_choices``.
 The last three read what instances publish of themselves (``Router.loads``), so that they choose alike in any process.
