@@ -84,7 +84,7 @@ _HOMES = {
     "placement": ["Placement"],
     "planner": ["HybridPlanner", "Plan", "SearchConfig"],
     "preprocess.media.clips": ["Clip"],
-    "preprocess.media.image_reader": ["open_image"],
+    "preprocess.media.image_kind": ["open_image"],
     "preprocess.media_limits": ["MediaLimits"],
     "remote.buddy": ["Buddy"],
     "remote.hosts.hosts": ["plan_hosts", "read_hosts", "write_hosts"],
