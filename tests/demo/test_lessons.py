@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from trinity.demo.checkpoint import PATCHES, DemoParts, make_parts, save_checkpoint
-from trinity.demo.lessons import NO_LABEL, WORDS_OF_A_PATCH, Lesson, Teacher, make_pixels, number_words
+from tools.demo_model.checkpoint import PATCHES, DemoParts, make_parts, save_checkpoint
+from tools.demo_model.lessons import NO_LABEL, WORDS_OF_A_PATCH, Lesson, Teacher, make_pixels, number_words
+from tools.demo_model.train import Learner
 from trinity.demo.pictures import draw_scene, random_scene
-from trinity.demo.train import Learner
 from trinity.testing.oracle import own_processor
 
 

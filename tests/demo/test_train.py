@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from trinity.demo import __main__ as command
+from tools.demo_model import __main__ as command
+from tools.demo_model.checkpoint import make_parts
+from tools.demo_model.lessons import Teacher
+from tools.demo_model.train import Learner, Schedule, train
 from trinity.demo.accuracy import Marks, generate_answers, make_exam
-from trinity.demo.checkpoint import make_parts
-from trinity.demo.lessons import Teacher
-from trinity.demo.train import Learner, Schedule, train
 
 SHORT = ["--eye-steps", "2", "--answer-steps", "2", "--questions", "6"]
 

@@ -1,8 +1,8 @@
 """Train the demo's model again, from nothing, and examine it.
 
 examples:
-  trinity train-demo DIR                                       as the shipped one: half an hour of one core
-  trinity train-demo DIR --eye-steps 60 --answer-steps 100     a minute, to watch it learn
+  python -m tools.demo_model DIR                                       as the shipped one: half an hour of one core
+  python -m tools.demo_model DIR --eye-steps 60 --answer-steps 100     a minute, to watch it learn
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from trinity.demo.accuracy import Marks, generate_answers, make_exam
 from trinity.demo.pictures import UNSEEN_PAIRS
 
 if TYPE_CHECKING:
-    from trinity.demo.train import Schedule
+    from tools.demo_model.train import Schedule
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -24,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     import torch
     from transformers.utils import logging
 
-    from trinity.demo.train import Schedule, train
+    from tools.demo_model.train import Schedule, train
 
     given = _read_arguments(arguments, Schedule())
     logging.disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _read_arguments(arguments: Sequence[str] | None, usual: Schedule) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        prog="trinity train-demo", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="python -m tools.demo_model", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("directory", type=Path, help="where the checkpoint is written")
     parser.add_argument("--eye-steps", type=int, default=usual.eye_steps)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trinity.demo.checkpoint import ASSISTANT, IMAGE_TOKEN, PATCHES, SIZE, USER
+from tools.demo_model.checkpoint import ASSISTANT, IMAGE_TOKEN, PATCHES, SIZE, USER
 from trinity.demo.pictures import COLOURS, COLUMN_WORDS, ROW_WORDS, SHAPES, Scene, draw_scene, random_scene
 from trinity.demo.questions import EMPTY, NUMBERS, Question, list_questions
 

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from trinity.demo.checkpoint import PATCHES, DemoParts, load_weights, make_parts, save_checkpoint
-from trinity.demo.lessons import NO_LABEL, WORDS_OF_A_PATCH, Lesson, Pictures, Teacher
+from tools.demo_model.checkpoint import PATCHES, DemoParts, load_weights, make_parts, save_checkpoint
+from tools.demo_model.lessons import NO_LABEL, WORDS_OF_A_PATCH, Lesson, Pictures, Teacher
 from trinity.demo.questions import QUESTION_KINDS
 
 WARM_UP = 50  # steps

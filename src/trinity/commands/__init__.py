@@ -37,7 +37,6 @@ COMMANDS = {
         "trinity.remote.server", "run one instance, or all of a host, that pipelines elsewhere attach"
     ),
     "serve": Subcommand("trinity.server.command", "an OpenAI-compatible server on one model", "server"),
-    "train-demo": Subcommand("trinity.demo.__main__", "train the small model of the demo again, from nothing"),
     "version": Subcommand("trinity.commands.version", "print the versions of trinity and of what it runs on"),
 }
 

@@ -1,4 +1,4 @@
-"""A small trained LLaVA that comes with trinity, and all of its world: pictures of shapes, questions, its training.
+"""A small trained LLaVA that comes with trinity, and its world: pictures of shapes, and questions about them.
 
 ::
 
@@ -8,9 +8,9 @@
     with trinity.SyncPipeline("shapes", placement="1E1P1D") as pipe:
         print(pipe.chat("Where is the blue square?", images=[picture]).text)
 
-It has learned from drawn pictures alone (``trinity train-demo DIR`` trains another one) and knows six kinds of
-questions: "How many shapes are there?", "What colour is the circle?", "Which shape is red?", "What is at the top
-left?", "Where is the red circle?", "What is in this picture?". ``shapes/ORIGIN.md`` says how often it is right.
+It has learned from drawn pictures alone (``tools/demo_model`` of the repository trains another one) and knows six
+kinds of questions: "How many shapes are there?", "What colour is the circle?", "Which shape is red?", "What is at the
+top left?", "Where is the red circle?", "What is in this picture?". ``shapes/ORIGIN.md`` says how often it is right.
 """
 
 from __future__ import annotations
