@@ -30,6 +30,7 @@ _BYTES = 12  # of a pixel with three channels of float32
 TEXT_KEYS = {"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids", "text_replacement_offsets"}
 _FURTHER_TEXT = " a b c d e f"
 Made = tuple[str, list[int], dict[str, Any]]
+"""Expanded text, its ids, and the encoder's inputs by name."""
 _BEFORE, _BEHIND = "qzq", "zqz"  # no tokenizer has them, and no processor looks for them
 _SPARED = " \n<"  # before these no gap is left
 _GAPPED = ("a", "1", ".", "é")
@@ -199,9 +200,6 @@ def guard_resizes(images: Any, allowed: threading.local) -> None:
 
     kind = type(images)
     images.__class__ = type(kind.__name__, (kind, Guard), {})  # transformers keys settings by this name
-
-
-"""Expanded text, its ids, and the encoder's inputs by name."""
 
 
 class ImageCalls:
